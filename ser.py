@@ -1,0 +1,958 @@
+"""Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
+
+Self-supervised learning makes the final embedding invariant to augmentations, and so erases geometric
+structure. SER keeps that objective and adds one at an intermediate layer, where tokens still form a map:
+
+    f = f2 . f1    f1: the first blocks, giving a map of patch tokens; f2: the rest, where [CLS] enters
+    b1, b2         two parts of each batch: b1 gets the usual crops, b2 (1%) only invertible geometry G
+    z = rho_g(f1(x1)), z' = f1(x2), g = g2 g1^-1    for the views x1 = rho_g1(x), x2 = rho_g2(x) of b2
+    loss = L_inv([CLS] of b1 and b2) + lam * L_equiv(z, z')    L_equiv: NT-Xent over patches
+
+rho_g is known, not learned: quarter turns and flips permute tokens, scaling resizes the map.
+
+    python ser.py                                          a small ViT on drawn images, on 2 CPU cores
+    python ser.py --data /imagenet --batch-size 256        one GPU; a CPU or a Mac by the same path
+    torchrun --nproc_per_node=8 ser.py --data /imagenet    the paper's main setting
+
+    paper                          here                 paper                        here
+    3.1  group G, action rho_g     Geometry, rho        4.1  base method             MoCoV3
+    3.1  g = g2 g1^-1              relative             4.1  hyperparameters         Config
+    3.1  f = f2 . f1, [CLS]        ViT(cls_layer=)      r, lambda (sensitivity)      --ratio, --weight
+    3.2  T, T_eq, b1 and b2        Views, make_views    group elements (ablation)    --group
+    3.3  L_equiv                   patch_ntxent         layers (figure, Table 3)     --equiv-layers
+    Eq. 3, Algorithm 1             SER.forward          A.2  equivariance score      eval_linear.equivariance
+
+Against the released code: L_equiv has a gradient; g1 and g2 are independent; tokens are aligned, then
+projected; both sides are online features; negatives come from z and z' (README lists it all).
+`# Paper:` marks a line that is the paper's, `# Choice:` one where it is silent or the release differs.
+
+1 Config, 2 The group G, 3 Views, 4 Encoder, 5 Equivariance loss, 6 Base method, 7 SER, 8 Data, 9 Training,
+10 Command line. Axes: B images, N tokens, H x W token grid (rows first), D width, K projection, W ranks.
+"""
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import torchvision
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
+from tqdm import tqdm
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 1. Config: every setting with its unit, the paper's value, and the source of what the paper does not say
+class UserError(ValueError):
+    """A mistake that a person can mend: one line on stderr and exit code 2, no traceback."""
+
+def require(ok: bool, message: str) -> None:
+    """Raise UserError(message), which says the value and the way out, unless `ok`."""
+    if not ok:
+        raise UserError(message)
+
+def setting(default: Any, least: float, most: float, text: str) -> Any:
+    """A field of Config with its range; `parse` makes it a flag, so that help and default cannot drift."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
+
+TINY, INF = 1e-9, math.inf
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run. The defaults are the paper's MoCo-v3 + SER on ImageNet (4.1); without --data,
+    those of DRAWN take their place."""
+
+    data: str = setting("", 0, 0, "folder of images, any depth, with or without train/; none: drawn images")
+    out: str = setting("runs/ser", 0, 0, "folder of last.pt, log.jsonl, views.png; a run there is resumed")
+    image_size: int = setting(224, 16, INF, "side of a view, pixels (paper: 224)")
+    patch_size: int = setting(16, 1, INF, "side of a patch, pixels (paper: 16)")
+    dim: int = setting(384, 4, INF, "width of the tokens (ViT-S: 384)")
+    depth: int = setting(12, 1, INF, "transformer blocks (ViT-S: 12)")
+    # Choice: 6 heads as in DINO, DeiT and timm. MoCo-v3's ViT-S has 12, and the paper does not say.
+    heads: int = setting(6, 1, INF, "attention heads")
+    cls_layer: int = setting(3, 0, INF, "[CLS] enters after this block; 0: a plain ViT (paper: 3)")
+    ratio: float = setting(0.01, 0, 1, "r, share of b2 in a batch; 0: the base method alone (paper: 0.01)")
+    weight: float = setting(0.5, 0, INF, "lambda of the equivariance loss; 0: the control (paper: 0.5)")
+    temperature: float = setting(0.3, TINY, INF, "tau of the equivariance loss (paper: 0.3; DINO 0.5)")
+    equiv_layers: tuple[int, ...] = setting((3,), 1, INF, "blocks whose token map is regularised (paper: 3)")
+    group: tuple[str, ...] = setting(("rot90", "hflip", "scale"), 0, 0, "elements of G, any of these three")
+    area_min: float = setting(0.7, TINY, INF, "least area of a scaled view, relative (paper: 0.7)")
+    area_max: float = setting(1.3, TINY, INF, "greatest area of a scaled view, relative (paper: 1.3)")
+    moco_temperature: float = setting(0.2, TINY, INF, "temperature of InfoNCE (MoCo-v3: 0.2)")
+    moco_momentum: float = setting(0.99, 0, 1, "first momentum of the keys, rising to 1 (MoCo-v3: 0.99)")
+    moco_hidden: int = setting(4096, 1, INF, "hidden width of projector and predictor (MoCo-v3: 4096)")
+    crop_min: float = setting(0.08, TINY, 1, "least area of a crop, share of the image (MoCo-v3: 0.08)")
+    batch_size: int = setting(2048, 1, INF, "images per step, over all ranks (paper: 2048)")
+    epochs: float = setting(100.0, TINY, INF, "passes over the data; fractions are fine (paper: 100)")
+    warmup_epochs: float = setting(10.0, 0, INF, "epochs of linear warmup (paper: 10)")
+    # Choice: 3e-4 as the release trains MoCo-v3 + SER; the paper names none, MoCo-v3 uses 1.5e-4.
+    base_lr: float = setting(3e-4, TINY, INF, "learning rate per 256 images, scaled by batch / 256")
+    weight_decay: float = setting(0.1, 0, INF, "AdamW's weight decay, on all parameters (MoCo-v3: 0.1)")
+    seed: int = setting(0, 0, INF, "seed of every random draw")
+    workers: int = setting(8, 0, INF, "loader processes per rank; 0: the training process loads")
+    log_every: int = setting(20, 1, INF, "steps between log records")
+    save_every: int = setting(0, 0, INF, "steps between checkpoints; 0: one per epoch")
+    compile: bool = setting(False, 0, 1, "compile the transformer blocks")
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate, linear in the total batch."""
+        return self.base_lr * self.batch_size / 256
+
+    def b2_images(self, ranks: int) -> int:
+        """|b2| of a rank: r B / W to the nearest integer, so that all ranks gather the same shapes."""
+        return math.floor(self.ratio * self.batch_size / ranks + 0.5)
+
+# The same method at a size for drawn images, two CPU cores and three minutes.
+DRAWN = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
+             ratio=0.125, moco_hidden=512, batch_size=128, epochs=10.0, warmup_epochs=1.0, base_lr=3e-3,
+             crop_min=0.3, workers=0)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 2. The group G: one operator for pixels and for tokens (paper 3.1)
+class Geometry(NamedTuple):
+    """One element of G per image: a flip, then quarter turns, then resampling to a grid.
+
+    The grid is that of the *result* and is shared, so that views stack: an image with an odd number of turns
+    is turned first and resampled then. flip and turns stay on the CPU, where reading them stalls no GPU.
+    """
+    flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
+    turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
+    grid: tuple[int, int]    # (H, W) in tokens, rows first
+
+def sample_geometry(batch: int, grid: int = 14, area: Sequence[float] = (0.7, 1.3),
+                    aspect: Sequence[float] = (3 / 4, 4 / 3),
+                    elements: Sequence[str] = ("rot90", "hflip", "scale"),
+                    generator: torch.Generator | None = None) -> Geometry:
+    """A flip and turns for every image, and one grid for all of them.
+
+    area is uniform and relative to grid^2, aspect W / H log-uniform, the sides rounded (10..18 tokens for
+    grid 14). What `elements` leaves out stays at the identity, and the draws of the others do not change.
+    Raises ValueError for an unknown element.
+    """
+    require(set(elements) <= {"rot90", "hflip", "scale"}, f"group {elements}: choose from rot90 hflip scale")
+    flip = torch.rand(batch, generator=generator) < 0.5
+    turns = torch.randint(4, (batch,), generator=generator)
+    u, v = torch.rand(2, generator=generator).tolist()
+    # Choice: the paper's [0.7, 1.3] (4.1) bounds the area, the aspect lies in [3/4, 4/3]: as in the release.
+    tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
+    ratio = aspect[0] * (aspect[1] / aspect[0]) ** v
+    scaled = (max(1, round(math.sqrt(tokens / ratio))), max(1, round(math.sqrt(tokens * ratio))))
+    return Geometry(flip & ("hflip" in elements), turns * ("rot90" in elements),
+                    scaled if "scale" in elements else (grid, grid))
+
+def relative(g2: Geometry, g1: Geometry) -> Geometry:
+    """g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
+
+    For a quarter turn R and the flip F, F R = R^-1 F; so R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 ^ f2),
+    with s = -1 if just one of the two flips, else 1. Of the two scalings, the grid of g2 remains.
+    """
+    flip = g1.flip ^ g2.flip
+    return Geometry(flip, (g2.turns - torch.where(flip, -1, 1) * g1.turns) % 4, g2.grid)
+
+def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Resample (B, C, h, w), float or uint8, to (B, C, *size); crops, views and tokens share it (paper 3.2).
+
+    antialias=True does to a tensor what Pillow does to an image; without it, the two differ visibly.
+    """
+    if x.shape[-2:] == size:
+        return x
+    return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
+
+def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
+    """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
+
+    cell=1 acts on token maps, cell=patch_size on pixels: the same code, so that an image and its map move
+    alike. Flips and turns are permutations, bit for bit; only a size that is not the wanted one is resampled.
+    """
+    size = (g.grid[0] * cell, g.grid[1] * cell)
+    element = 4 * g.flip + g.turns        # (B,) which of the eight permutations, 0..7
+    order = element.argsort()             # puts the images that share one side by side
+    groups = x[order.to(x.device, non_blocking=True)].split(torch.bincount(element, minlength=8).tolist())
+    moved = [resize(torch.rot90(part.flip(-1) if e >= 4 else part, e % 4, (-2, -1)), size)
+             for e, part in enumerate(groups) if len(part)]
+    return torch.cat(moved)[order.argsort().to(x.device, non_blocking=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 3. Views: T for b1, T_eq for b2, and the photometric jitter of both (paper 3.2)
+class Batch(NamedTuple):
+    """What SER takes, on the device."""
+    views: list[list[Tensor]]          # views[v]: the image batches (B_i, 3, h, w) of view v, b1 before b2
+    geometry: list[Geometry] | None    # geometry[v]: the elements that made b2 of view v; None without b2
+
+MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)   # of ImageNet
+
+def rng(*key: Any) -> torch.Generator:
+    """A CPU generator for this key alone, whatever was drawn before: a resumed run draws the same, whatever
+    its workers, and no two keys share their draws."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` (n, 1, 1, 1) of a full circle, at the same value and chroma (hexcone model)."""
+    r, g, b = x.split(1, dim=1)
+    value, chroma = x.amax(1, keepdim=True), x.amax(1, keepdim=True) - x.amin(1, keepdim=True)
+    c = torch.where(chroma == 0, 1, chroma)
+    hue = torch.where(value == r, (g - b) / c, torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c))
+    # hue in sextants: a channel has `value` within one of its own hue, no chroma beyond two, linear between.
+    away = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)
+    return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
+
+def gaussian_blur(x: Tensor, sigma: Tensor, radius: int = 6) -> Tensor:
+    """Separable blur with reflected borders; sigma (n, 1, 1, 1) in pixels, radius three times the largest.
+
+    A pass is one matrix product: row i of the matrix is the kernel around pixel i, reflection folded in.
+    A grouped convolution with a kernel per image takes several times longer.
+    """
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(-1, 1) ** 2), dim=1)            # (n, 2 radius + 1)
+
+    def matrix(size: int) -> Tensor:
+        padded = F.pad(torch.eye(size, device=x.device)[None], (radius, radius), mode="reflect")[0]
+        return torch.einsum("iok,nk->noi", padded.unfold(1, len(offsets), 1), kernel)[:, None]
+
+    return matrix(x.shape[-2]) @ x @ matrix(x.shape[-1]).mT
+
+OPERATIONS = {   # images (n, 3, h, w) in [0, 1], a parameter for each (n, 1, 1, 1); else as torchvision's
+    "brightness": lambda x, factor: (factor * x).clamp(0, 1),
+    "contrast": lambda x, factor: rgb_to_grayscale(x).mean((2, 3), keepdim=True).lerp(x, factor).clamp(0, 1),
+    "saturation": lambda x, factor: rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1),
+    "hue": shift_hue,
+    "grayscale": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
+    "blur": gaussian_blur,
+    "solarize": lambda x, threshold: torch.where(x >= threshold, 1 - x, x),
+}
+
+def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
+    """MoCo-v3's photometric augmentation, with parameters of its own for every image; then normalisation.
+
+    x: (B, 3, h, w) in [0, 1]; draws: (B, 13) uniform in [0, 1), on the CPU; view 0 and 1 differ in blur and
+    solarization. Colour jitter (.4, .4, .2, .1) in random order with probability .8, grayscale .2, blur
+    1 / .1 with sigma .1..2, solarization 0 / .2. torchvision would give one draw to the whole batch.
+    """
+    u = draws.unbind(1)
+    jitter = {"brightness": 0.6 + 0.8 * u[1], "contrast": 0.6 + 0.8 * u[2], "saturation": 0.8 + 0.4 * u[3],
+              "hue": 0.2 * u[4] - 0.1}
+    order = draws[:, 5:9].argsort(1)   # sorting four uniform numbers gives a uniform permutation
+    steps = [(name, value, (u[0] < 0.8) & (order[:, slot] == k))
+             for slot in range(4) for k, (name, value) in enumerate(jitter.items())]
+    steps += [("grayscale", u[9], u[9] < 0.2),
+              ("blur", 0.1 + 1.9 * u[10], u[11] < (1.0, 0.1)[view]),
+              ("solarize", torch.full_like(u[12], 128 / 255), u[12] < (0.0, 0.2)[view])]
+    x = x.clone()
+    for name, value, taken in steps:
+        rows = taken.nonzero().flatten()   # known on the CPU, so that nothing waits for a GPU
+        if len(rows):
+            value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
+            rows = rows.to(x.device, non_blocking=True)
+            x[rows] = OPERATIONS[name](x[rows], value)
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+def make_views(images: Tensor, draws: Tensor, cfg: Config, step: int, rank: int, ranks: int) -> Batch:
+    """Two views of b1 and b2: geometry first, then jitter, independent between the views.
+
+    images: (B, 2, 3, S, S) uint8 on the device, b1 first: two crops; then b2: the whole image, twice.
+    draws: (B, 2, 13) on the CPU. Every rank draws the geometry of all b2 images of the step and keeps its own
+    rows: so the ranks agree on the grid without talking, and none repeats another's draws.
+    """
+    b2 = cfg.b2_images(ranks)
+    b1, own = len(images) - b2, slice(rank * b2, (rank + 1) * b2)
+    views, geometry = [], []
+    for view in (0, 1):
+        x, u = images[:, view].float() / 255, draws[:, view]
+        views.append([photometric(x[:b1], u[:b1], view)] if b1 else [])
+        if b2:
+            g = sample_geometry(ranks * b2, cfg.image_size // cfg.patch_size, (cfg.area_min, cfg.area_max),
+                                elements=cfg.group, generator=rng(cfg.seed, "geometry", step, view))
+            geometry.append(Geometry(g.flip[own], g.turns[own], g.grid))
+            views[view].append(photometric(rho(geometry[view], x[b1:], cfg.patch_size), u[b1:], view))
+    return Batch(views, geometry or None)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 4. Encoder: a ViT that takes image batches of any sizes in one pass (paper 3.1)
+class Block(nn.Module):
+    """Pre-norm transformer block on packed tokens, with timm's parameter names."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
+
+    def forward(self, x: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
+        """x: (T, D), the tokens of all images end to end; shapes: (B_i, N_i) of the batches among them. Only
+        the products of queries and keys need to know the images."""
+        qkv, attended = self.attn["qkv"](self.norm1(x)), []
+        for part, (B, N) in zip(qkv.split([B * N for B, N in shapes]), shapes):
+            q, k, v = part.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)    # (B, heads, N, D / heads)
+            attended.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B * N, -1))
+        x = x + self.attn["proj"](torch.cat(attended))
+        return x + self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x))))
+
+def position_codes(H: int, W: int, dim: int, base: int, device: torch.device | None = None) -> Tensor:
+    """MoCo-v3's fixed 2-D sin-cos codes, (H * W, dim): half of the width for rows, half for columns.
+
+    Evaluated at the patch centres in the coordinates of a base x base grid, (i + 0.5) * base / H - 0.5: a
+    scaled view shows the same content on another grid, and content keeps its code. At H = W = base they are
+    MoCo-v3's own.
+    """
+    omega = 10000 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
+    angles = [((torch.arange(n, device=device) + 0.5) * base / n - 0.5)[:, None] * omega for n in (H, W)]
+    rows, columns = (torch.cat([a.sin(), a.cos()], dim=1) for a in angles)
+    return torch.cat([rows[:, None].expand(H, W, -1), columns.expand(H, W, -1)], dim=2).flatten(0, 1)
+
+class Encoded(NamedTuple):
+    """The encoder's result for one image batch."""
+    cls: Tensor              # (B, D), LayerNorm of the final [CLS]
+    maps: dict[int, Tensor]  # layer -> (B, D, H, W), the patch tokens after that block, without LayerNorm
+
+class ViT(nn.Module):
+    """f = f2 . f1, a vision transformer whose [CLS] token enters after block `cls_layer` (paper 3.1).
+
+    With cls_layer=0 it computes what timm's ViT does from the same weights. Position codes are fixed, [CLS]
+    has none. The patch embedding is random and frozen, MoCo-v3's trick for stable training. Raises ValueError
+    for sizes that do not fit together.
+    """
+
+    def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
+                 heads: int = 6, cls_layer: int = 3):
+        super().__init__()
+        fits = -(-image_size // patch_size) * patch_size
+        require(fits == image_size, f"image size {image_size} is no multiple of patch size {patch_size}: try {fits}")
+        require(dim % heads == 0 and dim % 4 == 0, f"dim {dim} must be a multiple of 4 and of heads {heads}")
+        require(0 <= cls_layer < depth, f"cls layer {cls_layer} must lie in 0..{depth - 1}, before a block")
+        self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth, heads=heads,
+                          cls_layer=cls_layer)   # what a checkpoint needs to build it again
+        self.patch_size, self.grid, self.dim = patch_size, image_size // patch_size, dim
+        self.depth, self.cls_layer = depth, cls_layer
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, dim, patch_size, patch_size)})
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        # MoCo-v3's initialisation: Xavier-uniform, zero biases; query, key and value count as three matrices,
+        # which is a bound of 6 / (D + D) where Xavier's is 6 / (D + 3D).
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.xavier_uniform_(module.weight.flatten(1), 2 ** 0.5 if name.endswith("qkv") else 1.0)
+                nn.init.zeros_(module.bias)
+        self.patch_embed.requires_grad_(False)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Patch tokens with position codes: (B, 3, h, w) -> (B, N, D)."""
+        require(x.shape[-2] % self.patch_size == 0 == x.shape[-1] % self.patch_size,
+                f"images of {tuple(x.shape[-2:])} pixels are off the grid of patch size {self.patch_size}")
+        tokens = self.patch_embed["proj"](x)
+        codes = position_codes(*tokens.shape[-2:], self.dim, self.grid, x.device)
+        return tokens.flatten(2).transpose(1, 2) + codes
+
+    def layers(self, images: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Run all image batches at once; yield (l, tokens after block l) for l = 0..depth, the tokens as one
+        (B_i, N_i, D) per batch, with [CLS] in front where l > cls_layer.
+
+        LayerNorm, projections and MLP see the tokens of all batches end to end: b2 is 1% of the images, and a
+        pass of its own would cost far more time than its 1% of the arithmetic.
+        """
+        tokens = [self.embed(x) for x in images]
+        for layer in range(self.depth + 1):
+            if layer == self.cls_layer + 1:
+                tokens = [torch.cat([self.cls_token.expand(len(t), -1, -1), t], dim=1) for t in tokens]
+            if layer in (0, self.cls_layer + 1):
+                shapes = [(t.shape[0], t.shape[1]) for t in tokens]
+                x = torch.cat([t.flatten(0, 1) for t in tokens])                        # (T, D)
+            if layer > 0:
+                x = self.blocks[layer - 1](x, shapes)
+            tokens = [t.view(B, N, -1) for t, (B, N) in zip(x.split([B * N for B, N in shapes]), shapes)]
+            yield layer, tokens
+
+    def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
+        """Embeddings, and token maps after blocks `map_layers`, of image batches (B_i, 3, h_i, w_i)."""
+        maps: list[dict[int, Tensor]] = [{} for _ in images]
+        for layer, tokens in self.layers(images):
+            if layer in map_layers:
+                for x, t, found in zip(images, tokens, maps):
+                    patches = t[:, 1:] if layer > self.cls_layer else t
+                    found[layer] = patches.transpose(1, 2).unflatten(2, (x.shape[-2] // self.patch_size, -1))
+        return [Encoded(self.norm(t[:, 0]), found) for t, found in zip(tokens, maps)]
+
+    def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
+        """[CLS] after each of the last n blocks, through the final LayerNorm: (B, n * D), the input of the
+        linear probe (paper 4.1). Raises ValueError where fewer than n blocks have a [CLS]."""
+        require(1 <= n <= self.depth - self.cls_layer, f"n = {n}: [CLS] enters after block {self.cls_layer}")
+        return torch.cat([self.norm(tokens[0][:, 0]) for layer, tokens in self.layers([x])
+                          if layer > self.depth - n], dim=1)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 5. Equivariance loss: NT-Xent over patches (paper 3.3)
+class AllGather(torch.autograd.Function):
+    """(B, ...) of every rank -> (W * B, ...), carrying the gradient; B must be the same everywhere.
+
+    A rank's rows enter the loss of every rank, so their gradient is the sum of what all ranks send back. With
+    the mean over ranks that DDP takes, W ranks equal one process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
+                 chunk: int | None = None) -> torch.Tensor:
+    """L_equiv (paper 3.3 and Eq. 3), the mean over images i and positions j of
+
+      -log  exp s(z_ij, z'_ij) / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
+
+    with s the cosine over tau: the negatives are all tokens of *other* images, of both views.
+
+    z: (B, N, K), the projections of rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in
+    fp32. Returns a scalar. With several ranks, anchors are local and keys come from all ranks, with their
+    gradient; the mean over ranks is the loss of the whole batch. chunk: anchors per block of logits; blocks
+    are computed again in the backward pass, so that memory does not grow with the anchors, at equal value and
+    gradient; None: blocks of 32 MB. Raises ValueError for shapes that differ, tau <= 0, chunk < 1, or a
+    single image, which has no negatives.
+    """
+    B, N, K = z.shape
+    if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
+        raise ValueError(f"patch_ntxent: shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
+                         f"temperature {temperature} greater than 0, chunk {chunk} at least 1")
+    with torch.autocast(z.device.type, enabled=False):
+        anchors, targets = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (z, z_prime))
+        keys, first = torch.stack([anchors, targets], dim=1), 0                             # (B, 2, N, K)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            keys, first = AllGather.apply(keys), B * torch.distributed.get_rank()           # (W * B, 2, N, K)
+        images = len(keys)
+        if images < 2:
+            raise ValueError("patch_ntxent: negatives come from other images, and there is only one")
+        keys = keys.reshape(images * 2 * N, K)
+        positive = (anchors * targets).sum(-1).flatten() / temperature                      # (B * N)
+        anchors = anchors.reshape(B * N, K) / temperature
+        owner = torch.arange(first, first + B, device=z.device).repeat_interleave(N)    # image of an anchor
+
+        def block(anchors, positive, owner, keys):
+            # own is True where key image m is the anchor's image i: m=0 1 2
+            # those 2N keys are no negatives.                   i=0   T . .
+            #                                                   i=1   . T .
+            own = owner[:, None] == torch.arange(images, device=owner.device)
+            logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -math.inf)
+            # -log(e^p / (e^p + sum e^l)) = softplus(logsumexp(l) - p), which cannot overflow.
+            return torch.nn.functional.softplus(logits.flatten(1).logsumexp(1) - positive).sum()
+
+        chunk = chunk or max(1, 2 ** 23 // len(keys))
+        if chunk >= B * N:   # a single block: nothing to save by computing it twice
+            return block(anchors, positive, owner, keys) / (B * N)
+        blocks = zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk))
+        return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False)
+                   for part in blocks) / (B * N)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6. Base method: MoCo-v3 (paper 4.1)
+def ranks_and_rank() -> tuple[int, int]:
+    """(W, own rank); (1, 0) in a single process."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+def mlp(*widths: int) -> nn.Sequential:
+    """MoCo-v3's head: no biases, BatchNorm and ReLU between layers, BatchNorm without affine at the end."""
+    parts: list[nn.Module] = []
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        parts += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(inplace=True)]
+    return nn.Sequential(*parts[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+
+class MoCoV3(nn.Module):
+    """MoCo-v3 (Chen et al. 2021), and the interface of every base method:
+
+        base.encoder        the online ViT; SER runs it once per step, on all image batches
+        base(views, cls)    the invariance loss; views as in Batch, cls the final embeddings, (B, D) per view
+        base.update(p)      called before every step, at progress p in [0, 1)
+        base.diagnostics    name -> scalar, what the last forward pass measured, for the log
+    """
+
+    def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096, temperature: float = 0.2,
+                 momentum: float = 0.99):
+        super().__init__()
+        self.encoder, self.temperature, self.momentum = encoder, temperature, momentum
+        self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
+        self.predictor = mlp(out_dim, hidden, out_dim)
+        self.momentum_encoder = copy.deepcopy(encoder).requires_grad_(False)
+        self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.diagnostics: dict[str, Tensor | float] = {}
+
+    @torch.no_grad()
+    def update(self, progress: float) -> None:
+        """Move the momentum branch towards the online one; m rises from `momentum` to 1 on half a cosine."""
+        m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
+        for slow, fast in ((self.momentum_encoder, self.encoder), (self.momentum_projector, self.projector)):
+            for p, q in zip(slow.parameters(), fast.parameters()):
+                p.lerp_(q, 1 - m)
+        self.diagnostics["momentum"] = m
+
+    def forward(self, views: list[list[Tensor]], cls: list[Tensor]) -> Tensor:
+        """InfoNCE of each view's queries against the other view's keys, the two directions added."""
+        queries = [self.predictor(self.projector(c)) for c in cls]
+        with torch.no_grad():
+            encoded = iter(self.momentum_encoder([x for view in views for x in view]))
+            keys = [self.momentum_projector(torch.cat([next(encoded).cls for _ in view])) for view in views]
+        return self.contrast(queries[0], keys[1]) + self.contrast(queries[1], keys[0])
+
+    def contrast(self, q: Tensor, k: Tensor) -> Tensor:
+        """2T times the cross-entropy of q (B, K) over the keys of all ranks; 2T ln(W B) at chance."""
+        ranks, rank = ranks_and_rank()
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = F.normalize(q.float(), dim=1), F.normalize(k.float(), dim=1)
+            logits = q @ (AllGather.apply(k) if ranks > 1 else k).T / self.temperature      # (B, W * B)
+            labels = torch.arange(len(q), device=q.device) + rank * len(q)
+            self.diagnostics |= {"inv_top1": (logits.argmax(1) == labels).float().mean(),
+                                 "inv_chance": 4 * self.temperature * math.log(logits.shape[1])}
+            return F.cross_entropy(logits, labels) * 2 * self.temperature
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 7. SER: Algorithm 1 around any base method
+@torch.no_grad()
+def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
+    """Share of the tokens in z (B, N, K) whose most similar one of all in z_prime is their counterpart."""
+    z, z_prime = (F.normalize(x.flatten(0, 1).float(), dim=1) for x in (z, z_prime))
+    nearest = torch.cat([(rows @ z_prime.T).argmax(1) for rows in z.split(1024)])
+    return (nearest == torch.arange(len(z), device=z.device)).float().mean()
+
+class SER(nn.Module):
+    """The loss of `base`, plus weight * L_equiv, averaged over `layers`, each of which has a LayerNorm and a
+    projector of its own. Raises ValueError for a layer outside 1..depth."""
+
+    def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
+                 temperature: float = 0.3, out_dim: int = 512):
+        super().__init__()
+        self.base, self.layers, self.weight, self.temperature = base, layers, weight, temperature
+        dim, depth = base.encoder.dim, base.encoder.depth
+        require(all(1 <= layer <= depth for layer in layers), f"equivariance layers {layers} exceed 1..{depth}")
+        # Choice: LayerNorm in front and no biases, as the release; the paper: two layers, GELU, 512 (3.3).
+        self.heads = nn.ModuleDict({str(layer): nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, out_dim, bias=False), nn.GELU(),
+            nn.Linear(out_dim, out_dim, bias=False)) for layer in layers})
+
+    def forward(self, batch: Batch, diagnose: bool = False) -> dict[str, Tensor | float]:
+        """`loss`, with the gradient, its parts `inv` and `equiv`, and what can be measured on the way."""
+        views, geometry = batch
+        rest = iter(self.base.encoder([x for view in views for x in view], self.layers if geometry else ()))
+        encoded = [[next(rest) for _ in view] for view in views]
+        cls = [torch.cat([e.cls for e in view]) for view in encoded]
+        # Choice: one invariance loss over b1 and b2, every anchor weighing 1 / |B|. L_inv1 + L_inv2 are then
+        # the parts of that sum, and r -> 0 gives the baseline. The release does so too; Eq. 3 read literally
+        # would weigh a b2 image 85 times a b1 image at 3 of 256.
+        inv = self.base(views, cls)
+        losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
+        if diagnose:   # 1: spread over the sphere, 0: collapsed to a point
+            losses["feature_std"] = F.normalize(cls[0].detach().float(), dim=1).std(0).norm()
+        if not geometry:
+            return losses
+        g, terms = relative(geometry[1], geometry[0]), []
+        for layer in self.layers:
+            h1, h2 = (view[-1].maps[layer].float() for view in encoded)   # of b2, (B2, D, H_v, W_v)
+            # Paper: 3.3, align f1(x1), then project; not the other way round.
+            h, h_prime = (m.flatten(2).mT for m in (rho(g, h1), h2))              # (B2, N, D)
+            z, z_prime = (self.heads[str(layer)](tokens) for tokens in (h, h_prime))   # (B2, N, K)
+            terms.append(patch_ntxent(z, z_prime, self.temperature))
+        equiv = sum(terms) / len(terms)
+        if diagnose:   # of the last layer
+            losses |= {"equiv_chance": math.log(1 + 2 * z.shape[1] * (ranks_and_rank()[0] * len(z) - 1)),
+                       "patch_top1": retrieval(z, z_prime),
+                       "aligned_cos": F.cosine_similarity(h, h_prime, dim=-1).mean().detach()}
+        # Paper: Eq. 3. With weight 0 the term is still computed: the control differs in nothing else.
+        return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
+
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 8. Data: image files, drawn images, and the order of a run
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
+
+def list_images(folder: str) -> list[str]:
+    """Sorted paths of the images below folder/train, or below folder if it has none; labels play no part."""
+    root = os.path.join(folder, "train") if os.path.isdir(os.path.join(folder, "train")) else folder
+    paths = sorted(os.path.join(where, name) for where, _, names in os.walk(root, followlinks=True)
+                   for name in names if name.lower().endswith(EXTENSIONS))
+    if not paths:
+        why = f"no image ({' '.join(EXTENSIONS)}) below it" if os.path.isdir(root) else "no such folder"
+        raise UserError(f"--data {folder}: {why}; name a folder that holds images")
+    return paths
+
+def read_image(path: str) -> Tensor:
+    """An image file as (3, h, w) uint8 RGB, upright; raises what the decoders raise.
+
+    The signature decides, not the name: ImageNet has a PNG named .JPEG. torchvision decodes JPEG faster than
+    Pillow and to the same pixels; what it cannot read, Pillow may.
+    """
+    data = Path(path).read_bytes()
+    if data.startswith(b"\xff\xd8\xff"):
+        try:
+            return torchvision.io.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8),
+                                              torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
+        except RuntimeError:
+            pass
+    with Image.open(path) as image:
+        return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+
+def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """n images of eight textures, (n, 3, size, size) uint8, and labels (n,); equal for equal arguments.
+
+    Gray, so that colour is no shortcut; scale, direction, place and contrast vary within a class.
+    """
+    g = rng("drawn", n, size, seed)
+    a = torch.rand(7, n, 1, 1, generator=g)
+    angle, phase, frequency = 2 * math.pi * a[0], 2 * math.pi * a[1], 7 + 7 * a[2]
+    axis = torch.linspace(-1, 1, size)
+    x, y = axis + a[3] - 0.5, axis[:, None] + a[4] - 0.5
+    u, v = frequency * (x * angle.cos() + y * angle.sin()), frequency * (y * angle.cos() - x * angle.sin())
+    stripes, checks, dots = (u + phase).sin(), 3 * u.sin() * v.sin(), u.cos() + v.cos() - 1
+    rings, rays = (1.5 * u.hypot(v)).sin(), (torch.atan2(v, u) * (frequency / 2).round() + phase).sin()
+    waves, nets = (u + 1.5 * v.sin()).sin(), 4 * torch.maximum(u.cos(), v.cos()) - 3
+    blobs = 2 * F.interpolate(torch.randn(n, 1, 9, 9, generator=g), (size, size), mode="bicubic")[:, 0]
+    textures = torch.stack([stripes, checks, dots, rings, rays, waves, nets, blobs])   # (8, n, size, size)
+    labels = torch.arange(n) % 8
+    mask = (3 * textures[labels, torch.arange(n)]).sigmoid()                               # (n, size, size)
+    dark, bright = 0.3 * a[5], 0.7 + 0.3 * a[6]
+    images = (dark + (bright - dark) * mask)[:, None] + 0.04 * torch.randn(n, 3, size, size, generator=g)
+    return (images.clamp(0, 1) * 255).to(torch.uint8), labels
+
+class Views(torch.utils.data.Dataset):
+    """Key (epoch, index, in_b2) -> ((2, 3, S, S) uint8, (2, 13) draws, name of a broken file or "").
+
+    Two crops for b1, the whole image twice for b2, from one decode, with all draws from (seed, epoch, index).
+    source: paths, or the images themselves. The next readable image takes the place of a broken one.
+    """
+
+    def __init__(self, source: Sequence[str] | Tensor, cfg: Config):
+        self.source, self.cfg = source, cfg
+
+    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[Tensor, Tensor, str]:
+        epoch, index, in_b2 = key
+        image, broken, size = None, "", (self.cfg.image_size, self.cfg.image_size)
+        while image is None:
+            item = self.source[index]
+            try:
+                image = item if isinstance(item, Tensor) else read_image(item)
+            except Exception as error:   # decoders raise what they like; the training loop counts them
+                broken, index = broken or f"{item} ({type(error).__name__})", (index + 1) % len(self.source)
+        with torch.random.fork_rng(devices=[]):   # torchvision's crop takes no generator but the global one
+            torch.default_generator.set_state(rng(self.cfg.seed, "image", epoch, key[1]).get_state())
+            draws, flips = torch.rand(2, 13), (torch.rand(2) < 0.5).tolist()
+            if in_b2:   # Paper: 3.2, crop disabled: g can be undone only on the whole image
+                return resize(image[None], size).expand(2, -1, -1, -1), draws, broken
+            scale, ratio = (self.cfg.crop_min, 1.0), (3 / 4, 4 / 3)
+            boxes = [RandomResizedCrop.get_params(image, scale, ratio) for _ in flips]
+        crops = [resize(image[None, :, top:top + h, left:left + w], size) for top, left, h, w in boxes]
+        return torch.cat([crop.flip(-1) if flip else crop for crop, flip in zip(crops, flips)]), draws, broken
+
+def batch_keys(images: int, cfg: Config, start: int, total: int, rank: int, ranks: int) -> Iterator[list]:
+    """The keys of this rank's batches from step `start` on, through all epochs without a seam.
+
+    An epoch permutes the data by (seed, epoch) alone; its step k takes images k B to (k + 1) B, each rank its
+    own part, b2 last. What an epoch leaves after its last whole batch is not used.
+    """
+    own, per_epoch = cfg.batch_size // ranks, images // cfg.batch_size
+    b1, permutation = own - cfg.b2_images(ranks), None
+    for step in range(start, total):
+        epoch, k = divmod(step, per_epoch)
+        if permutation is None or k == 0:
+            permutation = torch.randperm(images, generator=rng(cfg.seed, "order", epoch))
+        first = k * cfg.batch_size + rank * own
+        yield [(epoch, index, i >= b1) for i, index in enumerate(permutation[first:first + own].tolist())]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 9. Training
+def setup() -> tuple[torch.device, int, int]:
+    """(device, rank, ranks): under torchrun a rank per GPU, or gloo ranks on a CPU; else a single process."""
+    rank, ranks, local = (int(os.environ.get(*item)) for item in
+                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("mps" if torch.backends.mps.is_available() and ranks == 1 else "cpu")
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device, rank, ranks
+
+def check(cfg: Config, ranks: int) -> None:
+    """Raise UserError for settings that no part of the model checks itself."""
+    for f in dataclasses.fields(cfg):
+        least, most, value = f.metadata["least"], f.metadata["most"], getattr(cfg, f.name)
+        if isinstance(value, (int, float)):
+            require(least <= value <= most and value < INF,
+                    f"--{f.name.replace('_', '-')} {value} must lie between {least:g} and {most:g}")
+    batch, b2, least = cfg.batch_size, cfg.b2_images(ranks), 1 if ranks > 1 else 2
+    fits = -(-batch // ranks) * ranks
+    require(fits == batch, f"--batch-size {batch} must be a multiple of the {ranks} ranks: try {fits}")
+    require(cfg.ratio == 0 or b2 >= least,
+            f"--ratio {cfg.ratio} of --batch-size {batch} is {b2 * ranks} b2 images on {ranks} ranks, and the "
+            f"loss needs 2: try --ratio {least * ranks / batch:.3g}, --batch-size "
+            f"{math.ceil(least / max(cfg.ratio, TINY)) * ranks}, or --ratio 0 for the base method alone")
+
+def prepare(cfg: Config) -> list[str]:
+    """Make the output folder and list the images, on rank 0 for all: a million files on network storage are
+    slow to list. Raises UserError on every rank, so that all stop together."""
+    paths, error = [], ""
+    if ranks_and_rank()[1] == 0:
+        try:
+            Path(cfg.out).mkdir(parents=True, exist_ok=True)
+            open(Path(cfg.out, "log.jsonl"), "a").close()
+            paths = list_images(cfg.data) if cfg.data else []
+        except (OSError, UserError) as e:
+            error = f"--out {cfg.out} cannot be written ({e.strerror})" if isinstance(e, OSError) else str(e)
+    shared = [paths, error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared)
+    require(not shared[1], shared[1])
+    return shared[0]
+
+def build(cfg: Config) -> SER:
+    """The model of a run, on the CPU, initialised from the seed alone."""
+    torch.manual_seed(cfg.seed)
+    encoder = ViT(cfg.image_size, cfg.patch_size, cfg.dim, cfg.depth, cfg.heads, cfg.cls_layer)
+    base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
+    return SER(base, cfg.equiv_layers if cfg.ratio > 0 else (), cfg.weight, cfg.temperature)
+
+def learning_rate(cfg: Config, epoch: float) -> float:
+    """Linear warmup from 0, then half a cosine to 0; `epoch` is fractional and moves with every step."""
+    if epoch < cfg.warmup_epochs:
+        return cfg.lr * epoch / cfg.warmup_epochs
+    rest = (epoch - cfg.warmup_epochs) / max(cfg.epochs - cfg.warmup_epochs, TINY)
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * min(rest, 1)))
+
+def save_checkpoint(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write beside `path`, then rename: a kill at any moment leaves the old checkpoint or the new, whole."""
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": vars(cfg),
+                    "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".tmp"), path)
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A checkpoint, tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:   # pickle, zip, torch and the system raise their own
+        raise UserError(f"{path} is missing, cut short or no checkpoint ({type(error).__name__})") from None
+    require(isinstance(state, dict) and state.get("format") == "ser-1", f"{path} is no checkpoint of ser.py")
+    return state
+
+def load_encoder(path: str | Path) -> ViT:
+    """The encoder of a checkpoint in eval mode, shaped as the checkpoint says; every weight must be there."""
+    state, prefix = load_checkpoint(path), "base.encoder."
+    encoder = ViT(**state["shape"])
+    try:
+        encoder.load_state_dict({name.removeprefix(prefix): weight for name, weight in state["model"].items()
+                                 if name.startswith(prefix)})
+    except RuntimeError as error:
+        raise UserError(f"{path} holds no ViT {state['shape']}: {' '.join(str(error).split())}") from None
+    return encoder.eval()
+
+def resume(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer) -> int:
+    """Load `path` if it is there and return its step, else 0. Raises UserError if it is of another run."""
+    if not path.exists():
+        return 0
+    state = load_checkpoint(path)
+    free = {"data", "out", "workers", "log_every", "save_every", "compile"}   # what may change along the way
+    differ = [f"{name} {state['config'].get(name)} there, {value} here" for name, value in vars(cfg).items()
+              if name not in free and state["config"].get(name) != value]
+    require(not differ, f"{path} is of another run ({'; '.join(differ)}): use its settings or a new --out")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
+    """A row for each of six b2 images: base, x1, rho(g2 g1^-1) x1, and x2, which moved as the third did."""
+    x1, x2 = (view[-1][:6].float().cpu() * STD + MEAN for view in batch.views)
+    g1, g2 = (Geometry(g.flip[:6], g.turns[:6], g.grid) for g in batch.geometry)
+    columns = [base[:6].float().cpu() / 255, x1, rho(relative(g2, g1), x1, cell), x2]
+    height, width = (max(x.shape[d] for x in columns) for d in (-2, -1))
+    cells = [F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=1.0) for x in columns]
+    torchvision.utils.save_image(torch.stack(cells, 1).flatten(0, 1).clamp(0, 1), path, nrow=4, pad_value=1.0)
+
+class Log:
+    """log.jsonl and the bar of rank 0. A metric is its mean over ranks, a rate that since the last record."""
+
+    def __init__(self, cfg: Config, model: SER, images: int, start: int, total: int, device: torch.device):
+        self.batch, self.device, (self.ranks, rank) = cfg.batch_size, device, ranks_and_rank()
+        self.file = open(os.devnull if rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
+        self.bar = tqdm(total=total, initial=start, disable=rank > 0, mininterval=1)
+        self.broken: collections.Counter[str] = collections.Counter()
+        self.start, self.last, self.since, self.waiting = start, start, time.perf_counter(), 0.0
+        self.write({"command": " ".join(sys.argv), "start": start, "steps": total, "images": images,
+                    "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
+                    "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                    "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+                    "threads": torch.get_num_threads(), "torch": torch.__version__,
+                    "torchvision": torchvision.__version__, "config": vars(cfg)})
+
+    def write(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self.file)
+
+    def count(self, names: Sequence[str], waited: float) -> None:
+        """Count a step and the wait for its images; `names` has a broken file, or "", for every image."""
+        for name in filter(None, names):
+            if not self.broken[name]:
+                tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
+            self.broken[name] += 1
+        self.waiting += waited
+        self.bar.update()
+
+    def record(self, step: int, metrics: dict[str, Tensor | float], stop: bool) -> bool:
+        """Write a step's record; True if any rank was told to stop. The one place where the host waits for
+        the device. Raises UserError, on all ranks, for a loss that is not finite or too many broken images."""
+        seconds, images = time.perf_counter() - self.since, (step - self.last) * self.batch
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else resource.getrusage(
+            resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        metrics = {**metrics, "images_per_s": images / seconds, "waiting": self.waiting / seconds,
+                   "memory_gib": memory / 2 ** 30, "broken": self.broken.total() * self.ranks, "stop": stop}
+        values = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=self.device)
+                              for value in metrics.values()])
+        if self.ranks > 1:
+            dist.all_reduce(values)
+        mean, seen = dict(zip(metrics, (values / self.ranks).tolist())), (step - self.start) * self.batch
+        self.write({"step": step, **mean})
+        self.bar.set_postfix({k: f"{mean[k]:.3f}" for k in ("loss", "equiv", "patch_top1") if k in mean})
+        self.last, self.since, self.waiting = step, time.perf_counter(), 0.0
+        require(math.isfinite(mean["loss"] + mean["grad_encoder"]),
+                f"step {step}: loss {mean['loss']}, gradient norm {mean['grad_encoder']}; last.pt is from "
+                "before: look for the cause in log.jsonl, or start anew with a lower --base-lr")
+        require(mean["broken"] <= max(3, seen / 1000), f"{mean['broken']:.0f} of {seen} images cannot be read, as "
+                f"{min(self.broken, default='another rank says')}: mend or remove them")
+        return mean["stop"] > 0
+
+def leave_signals(worker: int) -> None:
+    """Loader processes ignore stop signals: the training process needs their batches until it has saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[int] = ()) -> Path:
+    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint.
+
+    stop: gets the number of a signal when one comes; training then saves and exits with 128 + that number.
+    Raises UserError for what a person can mend.
+    """
+    device, rank, ranks = setup()
+    check(cfg, ranks)
+    model, path = build(cfg).to(device), Path(cfg.out, "last.pt")
+    source = prepare(cfg) or draw_images(4096, cfg.image_size, seed=0)[0]
+    per_epoch = len(source) // cfg.batch_size
+    require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: lower it")
+    if device.type == "cuda" and ranks > 1:   # it has no CPU version: gloo ranks normalise their own images
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for block in [m for m in model.modules() if isinstance(m, Block) and cfg.compile]:
+        block.compile(dynamic=True)   # one compilation for the 51 grids of scaled views
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=cfg.lr,
+                                  weight_decay=cfg.weight_decay, fused=device.type == "cuda")
+    start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
+    # find_unused_parameters stays False: DDP then reports parameters that a loss no longer reaches.
+    parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False)
+    batches = iter(torch.utils.data.DataLoader(
+        Views(source, cfg), batch_sampler=batch_keys(len(source), cfg, start, total, rank, ranks),
+        num_workers=cfg.workers, pin_memory=device.type == "cuda", worker_init_fn=leave_signals))
+    log = Log(cfg, model, len(source), start, total, device)
+    for step in range(start, total):
+        asked, done, stopping = time.perf_counter(), step + 1, False
+        images, draws, broken = next(batches)
+        log.count(broken, time.perf_counter() - asked)
+        saving = done == total or done % (cfg.save_every or per_epoch) == 0
+        logging = saving or step == start or done % cfg.log_every == 0 or (ranks == 1 and len(stop) > 0)
+        optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step / per_epoch)
+        model.base.update(step / total)
+        batch = make_views(images.to(device, non_blocking=True), draws, cfg, step, rank, ranks)
+        if step == rank == 0 and batch.geometry:
+            save_views(path.with_name("views.png"), batch, images[-cfg.b2_images(ranks):, 0], cfg.patch_size)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            losses = parallel(batch, diagnose=logging)
+        optimizer.zero_grad()
+        losses["loss"].backward()
+        if logging:
+            for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
+                gradients = [p.grad for p in part.parameters() if p.requires_grad]
+                losses[name] = torch.nn.utils.get_total_norm(gradients)
+            stopping = log.record(done, {**losses, "lr": lr}, len(stop) > 0) and done < total
+        optimizer.step()
+        if rank == 0 and (saving or stopping):
+            save_checkpoint(path, cfg, model, optimizer, done)
+        if stopping:
+            raise SystemExit(128 + (*stop, signal.SIGTERM)[0])
+    return path
+
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 10. Command line
+def parse(argv: Sequence[str] | None) -> Config:
+    """Flags -> Config, one flag per field. Raises UserError where argparse would print its usage and exit."""
+    parser = argparse.ArgumentParser("ser.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in dataclasses.fields(Config):
+        several = isinstance(f.default, tuple)
+        how = {"action": "store_true"} if f.default is False else {
+            "type": type(f.default[0] if several else f.default), "nargs": "+" if several else None}
+        flag = "--" + f.name.replace("_", "-")
+        parser.add_argument(flag, default=f.default, help=f"{f.metadata['help']} [{f.default}]", **how)
+
+    def fail(message: str) -> None:
+        raise UserError(f"{message}; see --help")
+    parser.error = fail
+    if not parser.parse_args(argv).data:
+        parser.set_defaults(**DRAWN)
+    values = vars(parser.parse_args(argv))
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and on drawn images report; returns the exit code: 0, or 2 after one line about a mistake."""
+    first, stop = os.environ.get("RANK", "0") == "0", []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stop.append(received))
+    try:
+        cfg = parse(argv)
+        path = train(cfg, stop=stop)
+    except UserError as error:
+        print(f"ser.py: {error}" if first else "", end="\n" * first, file=sys.stderr)
+        return 2
+    if first and not cfg.data:
+        from eval_linear import report   # evaluation is the other file's matter, and it imports this one
+        report(cfg, path)
+    return 0
+
+if __name__ == "__main__":
+    code = main()
+    if dist.is_initialized():   # gloo's threads can abort an interpreter that ends normally, all work done
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
