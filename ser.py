@@ -878,7 +878,7 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
     start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
     # find_unused_parameters stays False: DDP then reports parameters that a loss no longer reaches.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False)
+        model, device_ids=[device] if device.type == "cuda" else None)
     batches = iter(torch.utils.data.DataLoader(
         Views(source, cfg), batch_sampler=batch_keys(len(source), cfg, start, total, rank, ranks),
         num_workers=cfg.workers, pin_memory=device.type == "cuda", worker_init_fn=leave_signals))
