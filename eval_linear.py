@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -40,8 +41,8 @@ from torchvision.transforms import RandomResizedCrop
 from tqdm import tqdm
 
 from ser import (INF, MEAN, STD, TINY, Config, UserError, ViT, build, draw_images, leave_signals, list_images,
-                 load_checkpoint, load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho, rng,
-                 sample_geometry, setting, setup)
+                 load_checkpoint, load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho,
+                 rng, sample_geometry, setting, setup)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ class Settings:
 
     data: str = setting("", 0, 0, "folder with train/CLASS/... and val/CLASS/...; none: drawn images")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run of ser.py")
-    test: tuple[str, ...] = setting((), 0, 0, "NAME=DIR, a further test set DIR/CLASS/...; any number of times")
+    test: tuple[str, ...] = setting((), 0, 0, "NAME=DIR, a further test set DIR/CLASS/...; repeatable")
     all_classes: bool = setting(False, 0, 1, "score test sets with fewer classes among all training classes")
     knn: bool = setting(False, 0, 1, "k-NN alone, no training (with --cache: both)")
     cache: bool = setting(False, 0, 1, "no augmentation: features of the centre crops, extracted once")
@@ -60,7 +61,7 @@ class Settings:
     # Choice: the release tries 1, 3, 10 per 256 images; the smaller ones cost next to nothing in one product,
     # and are what weak features and few classes need.
     lr: tuple[float, ...] = setting((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), TINY, INF,
-                                    "learning rates per 256 images, scaled by batch / 256, all trained at once")
+                                    "learning rates per 256 images, scaled by batch / 256, all at once")
     select_split: float = setting(0.0, 0, 0.9, "share of train to choose the rate on; 0: on val")
     epochs: int = setting(50, 1, INF, "passes over the training images (paper: 50)")
     batch_size: int = setting(1024, 1, INF, "images per step, over all ranks")
@@ -69,14 +70,24 @@ class Settings:
     out: str = setting("", 0, 0, "file of the result; none: eval.json beside the checkpoint, -knn.json, ...")
 
     @property
+    def trains(self) -> bool:
+        """Linear heads: unless only k-NN is asked for."""
+        return self.cache or not self.knn
+
+    @property
+    def votes(self) -> bool:
+        """k-NN: when asked for, and with a cache, where it is free."""
+        return self.cache or self.knn
+
+    @property
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
-        kinds = [kind for kind in ("cache", "knn", "random_init") if getattr(self, kind)]
-        name = "-".join(["eval", *kinds]).replace("_", "-") + ".json"
+        kind = "-cache" if self.cache else "-knn" if self.knn else ""
+        name = f"eval{kind}{'-random-init' * self.random_init}.json"
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
 # The same protocol at a size for drawn images and two CPU cores.
-DRAWN = dict(epochs=10, batch_size=256, workers=0)
+DRAWN = dict(epochs=10, batch_size=64, workers=0)
 
 def check(cfg: Settings) -> None:
     """Raise UserError for a number outside its range, or a test set that is not NAME=DIR."""
@@ -98,8 +109,8 @@ def everywhere(call: Callable[[], Any]) -> Any:
     if ranks_and_rank()[1] == 0:
         try:
             shared[0] = call()
-        except (OSError, UserError) as error:
-            shared[1] = str(error)
+        except (OSError, UserError) as e:
+            shared[1] = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e)
     if dist.is_initialized():
         dist.broadcast_object_list(shared)
     require(not shared[1], shared[1])
@@ -114,12 +125,14 @@ class Split(NamedTuple):
     labels: Tensor                   # (n,) int64, the place of the class in the sorted training classes
     among: list[int]                 # the classes it is scored among
 
+DRAWN_SETS = ((2048, 101), (1000, 102))   # number and seed of train and val: not those a run of ser.py draws
+Key = tuple[int | None, int]         # (epoch, index); epoch None: the centre crop
 TEXTURES = ("stripes", "checks", "dots", "rings", "rays", "waves", "nets", "blobs")   # of draw_images
 
 def class_folders(root: str, flag: str) -> dict[str, list[str]]:
     """Class name -> its images, sorted. Raises UserError if there is no class folder, or one is empty."""
     require(os.path.isdir(root), f"{flag} {root}: no such folder")
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    names = sorted(item.name for item in os.scandir(root) if item.is_dir() and not item.name.startswith("."))
     require(len(names) > 0, f"{flag} {root}: no class folders in it; images lie in {root}/CLASS/")
     return {name: list_images(os.path.join(root, name)) for name in names}
 
@@ -141,14 +154,14 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     if cfg.data:
         train, val = (class_folders(os.path.join(cfg.data, part), "--data") for part in ("train", "val"))
         classes, every = list(train), list(range(len(train)))
-        require(len(classes) > 1, f"--data {cfg.data}: one class, {classes[0]}, and telling classes apart takes two")
-        for there, lacks, a, b in (("val", "train", val, train), ("train", "val", train, val)):
-            require(set(a) <= set(b), f"--data {cfg.data}: {lacks} lacks classes of {there}: {some(set(a) - set(b))}")
+        require(len(classes) > 1, f"--data {cfg.data}: only one class, {classes[0]}; a choice takes two")
+        for lacks, more in (("train lacks", val.keys() - train), ("val lacks", train.keys() - val)):
+            require(not more, f"--data {cfg.data}: {lacks} classes of the other: {some(more)}")
         splits = {"train": labelled(train, classes, every), "val": labelled(val, classes, every)}
-    else:   # seeds and numbers that no run of ser.py draws
+    else:
         classes, every = list(TEXTURES), list(range(8))
-        splits = {name: Split(*draw_images(n, size, seed), every) for name, n, seed in
-                  (("train", 2048, 101), ("val", 1000, 102))}
+        splits = {name: Split(*draw_images(n, size, seed), every)
+                  for name, (n, seed) in zip(("train", "val"), DRAWN_SETS)}
     if cfg.select_split:
         source, labels, _ = splits["train"]
         order = torch.randperm(len(labels), generator=rng(cfg.seed, "split"))
@@ -156,16 +169,18 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
         for name, rows in (("held-out", order[:cut].sort().values), ("train", order[cut:].sort().values)):
             own = source[rows] if isinstance(source, Tensor) else [source[i] for i in rows.tolist()]
             splits[name] = Split(own, labels[rows], every)
-        require(0 < cut and len(splits["train"].labels.unique()) == len(classes), f"--select-split "
-                f"{cfg.select_split} of {len(labels)} images leaves {cut} to choose on and a class without one to learn "
-                "from, or none to choose on: change it")
+        require(cut > 0 and len(splits["train"].labels.unique()) == len(classes),
+                f"--select-split {cfg.select_split} of {len(labels)} images leaves none to choose on, or a "
+                "class without any to learn from: change it")
     for name, _, folder in (test.partition("=") for test in cfg.test):
         folders = class_folders(folder, f"--test {name}")
         strange = set(folders) - set(classes)
-        require(not strange, f"--test {name}={folder}: folders that match no training class: {some(strange)}"
-                + "; numbered folders, as ImageNet-V2's, need the names of the classes" * all(map(str.isdigit, strange)))
-        own = [classes.index(c) for c in folders]
-        splits[name] = labelled(folders, classes, every if cfg.all_classes else own)
+        # ImageNet-V2 numbers its folders in the order of the sorted class names; guessing would be silent.
+        hint = "; rename numbers to class names" if all(map(str.isdigit, strange)) else ""
+        require(not strange, f"--test {name}={folder}: folders that match no training class: "
+                f"{some(strange)}{hint}")
+        own = every if cfg.all_classes else [classes.index(c) for c in folders]
+        splits[name] = labelled(folders, classes, own)
     return classes, splits
 
 def centre_crop(image: Tensor, size: int) -> Tensor:
@@ -188,13 +203,14 @@ class Crops(torch.utils.data.Dataset):
     def __init__(self, split: Split, size: int, seed: int):
         self.split, self.size, self.seed = split, size, seed
 
-    def __getitem__(self, key: tuple[int | None, int]) -> tuple[Tensor, int, str]:
+    def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
         epoch, index = key
         item, label = self.split.source[index], int(self.split.labels[index])
         try:
             image = item if isinstance(item, Tensor) else read_image(item)
         except Exception as error:   # decoders raise what they like; Frozen counts them
-            return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1, f"{item} ({type(error).__name__})"
+            black = torch.zeros(3, self.size, self.size, dtype=torch.uint8)
+            return black, -1, f"{item} ({type(error).__name__})"
         if epoch is None:
             return centre_crop(image, self.size), label, ""
         with torch.random.fork_rng(devices=[]):   # torchvision's crop takes no generator but the global one
@@ -204,20 +220,13 @@ class Crops(torch.utils.data.Dataset):
         crop = resize(image[None, :, top:top + h, left:left + w], (self.size, self.size))[0]
         return crop.flip(-1) if flip else crop, label, ""
 
-def shard(n: int, batch: int) -> list[list[tuple[None, int]]]:
-    """Keys of this rank's batches of a set that is read once: every image on one rank, none twice."""
-    ranks, rank = ranks_and_rank()
-    own = [(None, index) for index in range(rank, n, ranks)]
-    return [own[first:first + batch] for first in range(0, len(own), batch)]
-
-def training_keys(n: int, batch: int, seed: int, start: int, epochs: int) -> Iterator[list[tuple[int, int]]]:
-    """Keys of this rank's part of every batch, from epoch `start` on. An epoch permutes the data by (seed,
-    epoch) alone; what it leaves after its last whole batch is not used."""
-    ranks, rank = ranks_and_rank()
+def training_keys(n: int, batch: int, seed: int, start: int, epochs: int) -> Iterator[list[Key]]:
+    """The keys of all batches from epoch `start` on. An epoch permutes the data by (seed, epoch) alone; what
+    it leaves after its last whole batch is not used."""
     for epoch in range(start, epochs):
         order = torch.randperm(n, generator=rng(seed, "eval order", epoch)).tolist()
         for first in range(0, n - batch + 1, batch):
-            yield [(epoch, index) for index in order[first + rank:first + batch:ranks]]
+            yield [(epoch, index) for index in order[first:first + batch]]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -236,60 +245,64 @@ def progress(items: Iterable, total: int, text: str, done: int = 0) -> tqdm:
     return tqdm(items, text, total, initial=done, disable=ranks_and_rank()[1] > 0, mininterval=1)
 
 class Frozen:
-    """The features of all splits: read(name, keys) encodes images as they are needed, or, after fill(name),
-    takes what was extracted once. It counts the images that cannot be read."""
+    """The features of all splits. read(name, keys) encodes images as they are needed; after fill(name) it
+    takes what was extracted once. It counts the images that cannot be read.
+
+    The encoder is nearly all of the work, and the ranks share it: of every batch each encodes its own part,
+    and then all have all features. What follows is done alike everywhere: W ranks give what one gives.
+    """
 
     def __init__(self, encoder: ViT, blocks: int, cfg: Settings, splits: dict[str, Split]):
         self.encoder, self.blocks, self.cfg, self.splits = encoder, blocks, cfg, splits
         self.device, self.width = encoder.cls_token.device, blocks * encoder.dim
-        self.batch = -(-cfg.batch_size // ranks_and_rank()[0])
         self.tables: dict[str, tuple[Tensor, Tensor]] = {}
         self.broken: dict[str, set[str]] = {name: set() for name in splits}
 
-    def read(self, name: str, keys: Iterable[list[tuple[int | None, int]]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features (B, F) and labels (B,) of each batch of keys, on the device."""
+    def read(self, name: str, keys: Iterable[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features (B, F) and labels (B,) of each batch of keys, on the device of every rank."""
         if name in self.tables:
-            features, labels = self.tables[name]
             for batch in keys:
                 rows = torch.tensor([index for _, index in batch], device=self.device)
-                yield features[rows], labels[rows]
+                yield tuple(column[rows] for column in self.tables[name])
             return
+        (ranks, rank), (keys, whole) = ranks_and_rank(), itertools.tee(keys)
+        own = (batch[rank::ranks] or batch[:1] for batch in keys)   # a loader cannot make an empty batch
         loader = torch.utils.data.DataLoader(
-            Crops(self.splits[name], self.encoder.shape["image_size"], self.cfg.seed), batch_sampler=keys,
+            Crops(self.splits[name], self.encoder.shape["image_size"], self.cfg.seed), batch_sampler=own,
             num_workers=self.cfg.workers, pin_memory=self.device.type == "cuda", worker_init_fn=leave_signals)
-        for images, labels, names in loader:
-            for file in set(filter(None, names)) - self.broken[name]:
+        for (images, y, files), batch in zip(loader, whole):
+            for file in set(filter(None, files)) - self.broken[name]:
                 tqdm.write(f"cannot read {file}: it teaches nothing, and counts as wrong", file=sys.stderr)
                 self.broken[name].add(file)
-            yield encode(self.encoder, images, self.blocks), labels.to(self.device)
+            features = torch.zeros(len(batch), self.width, device=self.device)
+            labels = torch.zeros(len(batch), dtype=torch.int64, device=self.device)
+            mine = len(labels[rank::ranks])
+            features[rank::ranks] = encode(self.encoder, images, self.blocks)[:mine]
+            labels[rank::ranks] = y[:mine].to(self.device, non_blocking=True)
+            if ranks > 1:   # a row is zero on all ranks but one: the sum is exact
+                dist.all_reduce(features)
+                dist.all_reduce(labels)
+            yield features, labels
 
-    def whole(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part of the centre crops of a split, once."""
-        keys = shard(len(self.splits[name].labels), self.batch)
+    def once(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """The centre crops of a split, in order, each once; the last batch may be smaller."""
+        keys = [[(None, index) for index in rows.tolist()] for rows in
+                torch.arange(len(self.splits[name].labels)).split(self.cfg.batch_size)]
         yield from progress(self.read(name, keys), len(keys), name)
         self.settle(name)
 
     def fill(self, name: str) -> None:
-        """Extract the features of a split and keep them, all of them on every rank."""
-        n, (ranks, rank) = len(self.splits[name].labels), ranks_and_rank()
-        features = torch.zeros(n, self.width, device=self.device)
-        labels, rows = torch.zeros(n, dtype=torch.int64, device=self.device), torch.arange(rank, n, ranks)
-        for part, (x, y) in zip(rows.split(self.batch), self.whole(name)):
-            features[part], labels[part] = x, y
-        if ranks > 1:   # every row is zero on all ranks but one: the sum is exact
-            dist.all_reduce(features)
-            dist.all_reduce(labels)
-        self.tables[name] = features, labels
+        """Extract the features of a split and keep them."""
+        self.tables[name] = tuple(torch.cat(column) for column in zip(*self.once(name)))
 
     def settle(self, name: str) -> None:
         """Share the names of broken images. Raises UserError, on all ranks, for more than 1 in 1000."""
-        found, n = [None] * ranks_and_rank()[0], len(self.splits[name].labels)
+        found, n = [self.broken[name]] * ranks_and_rank()[0], len(self.splits[name].labels)
         if dist.is_initialized():
             dist.all_gather_object(found, self.broken[name])
-            self.broken[name] = set().union(*found)
-        broken = self.broken[name]
-        require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of {name} cannot be read, as "
-                f"{min(broken, default='')}: mend or remove them")
+        self.broken[name] = broken = set().union(*found)
+        require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of {name} cannot be read, "
+                f"as {min(broken, default='')}: mend or remove them")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -308,56 +321,47 @@ class Heads(nn.Module):
         """(B, F) -> logits (B, R, C), in one product."""
         return F.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(1, self.bias.shape)
 
-    def losses(self, x: Tensor, y: Tensor, batch: int) -> Tensor:
-        """Cross-entropy of each head, (R,): this rank's part of the mean over `batch` images. Label -1 is left
-        out."""
-        every = F.cross_entropy(self(x).flatten(0, 1), y.repeat_interleave(len(self.lrs)), ignore_index=-1,
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """(B, F), (B,) -> cross-entropy of each head, (R,), a mean over the batch; label -1 adds nothing."""
+        logits = self(x)
+        every = F.cross_entropy(logits.flatten(0, 1), y.repeat_interleave(logits.shape[1]), ignore_index=-1,
                                 reduction="none")
-        return every.view(-1, len(self.lrs)).sum(0) / batch
+        return every.view(logits.shape[:2]).mean(0)
 
-def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]], batch: int,
+def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]],
         start: int, total: int, after: Callable[[int], None]) -> None:
-    """Train on the batches of the steps `start` to `total`; `after(steps done)` is called behind each.
+    """Train on the batches of the steps `start` to `total`; after(steps done) is called behind each.
 
-    SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are the same
-    thing: one optimizer with the rate's cosine, and the loss of every head times its own rate, train each head
-    as if it were alone. Nothing else joins them: there is no clipping, and no shared parameter.
+    SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are the same:
+    one optimizer with the cosine from 1 to 0, and the loss of every head times its own rate, train each head
+    as if it were alone. Nothing else joins them: no clipping, no shared parameter.
     """
     bar = progress(batches, total, "linear heads", start)
     for step, (x, y) in enumerate(bar, start):
-        optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))   # no warmup
-        losses = heads.losses(x, y, batch)
+        # Paper: 4.1, cosine without warmup.
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))
+        losses = heads.losses(x, y)
         optimizer.zero_grad()
         (losses * heads.lrs).sum().backward()
-        if ranks_and_rank()[0] > 1:
-            for p in heads.parameters():
-                dist.all_reduce(p.grad)   # a sum: each rank divided by the whole batch
         optimizer.step()
         if step % 50 == 0:
-            bar.set_postfix(loss=f"{losses.min().item() * ranks_and_rank()[0]:.3f}")
+            bar.set_postfix(loss=f"{losses.min().item():.3f}")
         after(step + 1)
 
-@torch.no_grad()
-def hits(logits: Tensor, labels: Tensor, among: Sequence[int]) -> Tensor:
-    """(B, R, C), (B,) -> (2, R) int64: how many of the B labels are the largest logit, and of the five largest,
-    of the classes `among`."""
-    mine = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    mine[list(among)] = True
-    top = logits.masked_fill(~mine, -INF).topk(min(5, logits.shape[-1])).indices
-    right = top == labels[:, None, None]                                                   # (B, R, 5)
-    return torch.stack([right[..., 0].sum(0), right.any(-1).sum(0)])
+def percent(among: Sequence[int], top1: float, top5: float) -> dict[str, float]:
+    """Accuracies among these classes, in percent; top5 only where there are five."""
+    return {"top1": 100 * top1} | ({"top5": 100 * top5} if len(among) >= 5 else {})
 
 @torch.no_grad()
-def accuracy(heads: Heads, frozen: Frozen, name: str) -> list[dict[str, float]]:
-    """Per learning rate, top1 and, of five classes or more, top5 of a split, in percent. Integers are counted
-    and added over ranks, each image once: the number of ranks changes nothing."""
-    split, counts = frozen.splits[name], torch.zeros(2, len(heads.lrs), dtype=torch.int64, device=frozen.device)
-    for x, y in frozen.whole(name):
-        counts += hits(heads(x), y, split.among)
-    if ranks_and_rank()[0] > 1:
-        dist.all_reduce(counts)
-    percent = (100 * counts.cpu().double() / len(split.labels)).T.tolist()
-    return [{"top1": top1} | ({"top5": top5} if len(split.among) >= 5 else {}) for top1, top5 in percent]
+def accuracy(heads: Heads, batches: Iterable[tuple[Tensor, Tensor]], among: Sequence[int]) -> list[dict]:
+    """Top-1 and top-5 of each head, scored among the classes `among`; label -1 is always wrong."""
+    others = torch.ones(heads.bias.shape[1], dtype=torch.bool, device=heads.bias.device)
+    others[list(among)], counts, images = False, 0, 0
+    for x, y in batches:
+        top = heads(x).masked_fill(others, -INF).topk(min(5, len(others))).indices
+        right = top == y[:, None, None]                                                     # (B, R, 5)
+        counts, images = counts + torch.stack([right[..., 0].sum(0), right.any(-1).sum(0)]), images + len(y)
+    return [percent(among, *shares) for shares in (counts.cpu().double() / images).T.tolist()]
 
 def atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old file or the new one, whole."""
@@ -367,18 +371,10 @@ def atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
 
-def restore(path: Path, identity: dict[str, Any], heads: Heads, optimizer: torch.optim.Optimizer) -> int:
-    """Continue the unfinished run in `path`, if there is one: returns its epoch, else 0. Raises UserError if
-    it is of another evaluation."""
-    state = everywhere(lambda: load_progress(path, identity) if path.exists() else None)
-    if state is None:
-        return 0
-    heads.load_state_dict(state["heads"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"]
-
-def load_progress(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The state in `path`. Raises UserError if it cannot be read or has another identity."""
+def restore(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The unfinished run in `path`, if there is one. Raises UserError if it is of another evaluation."""
+    if not path.exists():
+        return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         there = state["identity"]
@@ -386,35 +382,40 @@ def load_progress(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} is no unfinished evaluation ({type(error).__name__}): remove it") from None
     differ = [f"{key} {there.get(key)} there, {value} here" for key, value in identity.items()
               if there.get(key) != value]
-    require(not differ, f"{path} is an unfinished evaluation with other settings ({'; '.join(differ)}): finish it "
-            "with those, remove it, or name another --out")
+    require(not differ, f"{path} is an unfinished evaluation with other settings ({'; '.join(differ)}): "
+            "finish it with those, remove it, or name another --out")
     return state
 
 def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]) -> dict[str, Any]:
-    """Train the heads, or continue; the accuracies of every rate on every split but train, and the best rate."""
-    n, (ranks, rank), path = len(frozen.splits["train"].labels), ranks_and_rank(), cfg.result.with_suffix(".pt")
+    """Train the heads, or continue; every rate's accuracy on every split but train, and the best rate."""
+    path, n = cfg.result.with_suffix(".pt"), len(frozen.splits["train"].labels)
     batch = min(cfg.batch_size, n)
-    require(batch >= ranks, f"--batch-size {cfg.batch_size} of {n} images: less than one for each of {ranks} ranks")
     lrs, per_epoch = [rate * batch / 256 for rate in cfg.lr], n // batch
     heads = Heads(lrs, classes, frozen.width, cfg.seed).to(frozen.device)
-    optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
-    start = 0 if cfg.cache else restore(path, identity, heads, optimizer)
+    optimizer, start = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9), 0
+    state = None if cfg.cache else everywhere(lambda: restore(path, identity))
+    if state:
+        heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["epoch"]
 
     def after(step: int) -> None:
-        if step % per_epoch == 0 and not cfg.cache:   # a cached run takes longer to read than to train
+        if step % per_epoch == 0 and not cfg.cache:   # cached heads train faster than they could be saved
             frozen.settle("train")
-            if rank == 0:
+            if ranks_and_rank()[1] == 0:
                 atomically(path, lambda file: torch.save(
                     {"identity": identity, "epoch": step // per_epoch, "heads": heads.state_dict(),
                      "optimizer": optimizer.state_dict()}, file))
 
     keys = training_keys(n, batch, cfg.seed, start, cfg.epochs)
-    fit(heads, optimizer, frozen.read("train", keys), batch, start * per_epoch, cfg.epochs * per_epoch, after)
-    found = {name: accuracy(heads, frozen, name) for name in frozen.splits if name != "train"}
+    fit(heads, optimizer, frozen.read("train", keys), start * per_epoch, cfg.epochs * per_epoch, after)
+    found = {name: accuracy(heads, frozen.once(name), split.among)
+             for name, split in frozen.splits.items() if name != "train"}
     rows = [{"rate": rate, "lr": lr} | {name: found[name][r] for name in found}
             for r, (rate, lr) in enumerate(zip(cfg.lr, lrs))]
     chosen_on = "held-out" if cfg.select_split else "val"
-    return {"batch": batch, "rates": rows, "chosen_on": chosen_on, "best": max(rows, key=lambda r: r[chosen_on]["top1"])}
+    return {"batch": batch, "rates": rows, "chosen_on": chosen_on,
+            "best": max(rows, key=lambda row: row[chosen_on]["top1"])}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -428,37 +429,33 @@ def neighbours(train: Tensor, train_labels: Tensor, test: Tensor, k: int = 20) -
         similarity, nearest = (x @ train.T).topk(min(k, len(train)))
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)
         found.append(votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp()).argmax(1))
-    return torch.cat(found) if found else train_labels[:0]
+    return torch.cat(found)
 
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: int = 20) -> float:
-    """Share of the test features (n, D) whose label the weighted vote of k neighbours in train (m, D) gives."""
+    """Share of the test features (n, D) whose label the vote of k neighbours in train (m, D) gives."""
     return (neighbours(train, train_labels, test, k) == test_labels).double().mean().item()
 
 def knn_splits(frozen: Frozen) -> dict[str, dict[str, float]]:
-    """k-NN top1 of val and the test sets, in percent, from the last [CLS]; the neighbours are the training
-    images of the classes that a set is scored among."""
-    ranks, rank = ranks_and_rank()
-    for name in frozen.splits:
+    """k-NN of val and the test sets by the last [CLS]; the neighbours are the training images, held out or
+    not, of the classes that a set is scored among."""
+    tables = {}
+    for name in frozen.splits:   # in the same order on all ranks, which share the work
         if name not in frozen.tables:
             frozen.fill(name)
-    tables = {name: (features[:, -frozen.encoder.dim:], y) for name, (features, y) in frozen.tables.items()}
-    bank, labels = (torch.cat(parts) for parts in zip(*(tables[name] for name in ("train", "held-out") if name in tables)))
-    found = {}
-    for name in tables.keys() - {"train", "held-out"}:
-        features, y = (part[rank::ranks] for part in tables[name])
-        near = torch.isin(labels, torch.tensor(frozen.splits[name].among, device=labels.device))
-        right = (neighbours(bank[near], labels[near], features) == y).sum()
-        if ranks > 1:
-            dist.all_reduce(right)
-        found[name] = {"top1": 100 * right.item() / len(frozen.splits[name].labels)}
-    return {name: found[name] for name in frozen.splits if name in found}
+        features, labels = frozen.tables[name]
+        tables[name] = features[:, -frozen.encoder.dim:], labels
+    parts = [tables.pop(name) for name in ("train", "held-out") if name in tables]
+    bank, labels = (torch.cat(column) for column in zip(*parts))
+    near = {name: torch.isin(labels, torch.tensor(frozen.splits[name].among).to(labels)) for name in tables}
+    return {name: {"top1": 100 * knn(bank[near[name]], labels[near[name]], *test)}
+            for name, test in tables.items()}
 
 @torch.no_grad()
 def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> tuple[float, float]:
     """The equivariance score of the tokens after block `layer`: mean cos(rho_g f(x), f(rho_g x)) (paper A.2),
     and the share of the tokens of rho_g f(x) whose most similar one among f(rho_g x) is their counterpart.
 
-    images: (n, 3, S, S) normalised; element: "rot90" (by 90, 180 and 270 degrees in turn), "hflip" or "scale",
+    images: (n, 3, S, S) normalised; element: "rot90" (90, 180 and 270 degrees in turn), "hflip" or "scale",
     never the identity. Retrieval is among the tokens of 32 images, so that its chance is 1 / (32 H W).
     """
     sums = torch.zeros(2, dtype=torch.float64)
@@ -474,9 +471,8 @@ def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> tupl
 
 def report(cfg: Config, path: Path) -> None:
     """Print what a run on drawn images taught its encoder: before and after, on images it has not seen."""
-    sets, layer = [draw_images(n, cfg.image_size, seed) for n, seed in ((2048, 101), (512, 102))], cfg.equiv_layers[0]
-    images = (sets[1][0].float() / 255 - MEAN) / STD
-    rows: dict[str, list[float]] = {}
+    sets, layer = [draw_images(n, cfg.image_size, seed) for n, seed in DRAWN_SETS], cfg.equiv_layers[0]
+    images, rows = (sets[1][0][:512].float() / 255 - MEAN) / STD, {}
     for encoder in (build(cfg).base.encoder.eval(), load_encoder(path)):
         for element in ("rot90", "hflip", "scale"):
             cosine, top1 = equivariance(encoder, images, layer, element)
@@ -511,12 +507,13 @@ def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
 
 def describe(cfg: Settings, encoder: ViT, blocks: int) -> str:
     """The protocol in a sentence."""
-    late = f" (not 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
-    crops = "ONE CENTRE CROP, NO AUGMENTATION: a first look, not the paper's protocol" if cfg.cache else \
-        "random crops and flips"
-    heads = f"linear on the [CLS] of the last {blocks} blocks{late if blocks < 4 else ''}, {cfg.epochs} epochs, {crops}"
-    vote = "20-NN on the last [CLS]"
-    return "; ".join([heads] * (cfg.cache or not cfg.knn) + [vote] * (cfg.cache or cfg.knn))
+    heads = f"linear on the [CLS] of the last {blocks} blocks"
+    if blocks < 4:   # the release then reads a patch token in place of a missing [CLS]
+        heads += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
+    heads += f", {cfg.epochs} epochs, " + (
+        "ON ONE CENTRE CROP OF EACH IMAGE, without augmentation: a first look, not the paper's protocol"
+        if cfg.cache else "random crops and flips")
+    return "\n".join([heads] * cfg.trains + ["20-NN on the last [CLS]"] * cfg.votes)
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Evaluate a checkpoint; returns what rank 0 writes to cfg.result. Raises UserError, on all ranks."""
@@ -524,69 +521,74 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     (device, rank, ranks), begun = setup(), time.perf_counter()
     encoder, step, digest = frozen_encoder(cfg)
     classes, splits = everywhere(lambda: collect(cfg, encoder.shape["image_size"]))
-    everywhere(lambda: open(cfg.result.with_suffix(".tmp"), "a").close())   # rather now than in hours
-    last, trained = min(4, encoder.depth - encoder.cls_layer), cfg.cache or not cfg.knn
-    frozen = Frozen(encoder.to(device), last if trained else 1, cfg, splits)
-    train = splits["train"]
-    names = [f"{label} {Path(item).name}" if isinstance(item, str) else "drawn"
-             for item, label in zip(train.source, train.labels.tolist())]
-    identity = {"checkpoint": digest, "images": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16], "lr": list(cfg.lr),
-                "torch": torch.__version__, **{k: getattr(cfg, k) for k in ("epochs", "batch_size", "seed", "select_split", "random_init")}}
+    trial = cfg.result.with_suffix(".tmp")   # what cannot be written is better found now than in hours
+    everywhere(lambda: (trial.touch(), trial.unlink()))
+    blocks, train = min(4, encoder.depth - encoder.cls_layer), splits["train"]
+    files = [os.path.basename(item) for item in train.source] if cfg.data else ["drawn"]
+    content = hashlib.sha256(repr((classes, files, train.labels.tolist())).encode()).hexdigest()[:16]
+    free = ("data", "checkpoint", "test", "all_classes", "knn", "workers", "out")   # may change along the way
+    identity = {**{k: v for k, v in vars(cfg).items() if k not in free}, "weights": digest, "images": content}
+    frozen = Frozen(encoder.to(device), blocks if cfg.trains else 1, cfg, splits)
     result = {
-        "command": " ".join(sys.argv), "checkpoint": cfg.checkpoint, "checkpoint_sha256": digest, "step": step,
-        "encoder": "untrained, from the run's seed" if cfg.random_init else "trained", "shape": encoder.shape,
-        "data": cfg.data or "drawn images", "protocol": describe(cfg, encoder, last), "blocks": frozen.blocks, "settings": vars(cfg),
-        "classes": len(classes), "images": {name: len(split.labels) for name, split in splits.items()},
-        "chance": {name: {"top1": 100 / len(split.among)} | ({"top5": 500 / len(split.among)} if len(split.among) >= 5 else {})
+        "command": " ".join(sys.argv), "checkpoint": cfg.checkpoint, "sha256": digest, "step": step,
+        "encoder": "untrained, from the seed of the run" if cfg.random_init else "trained",
+        "shape": encoder.shape, "data": cfg.data or "drawn images", "settings": vars(cfg),
+        "protocol": describe(cfg, encoder, blocks), "classes": len(classes),
+        "images": {name: len(split.labels) for name, split in splits.items()},
+        "chance": {name: percent(split.among, 1 / len(split.among), 5 / len(split.among))
                    for name, split in splits.items() if name != "train"}}
-    if cfg.cache:
-        for name in splits:
-            frozen.fill(name)
-    if trained:
+    for name in splits if cfg.cache else ():
+        frozen.fill(name)
+    if cfg.trains:
         result["linear"] = linear(frozen, len(classes), cfg, identity)
-    if cfg.cache or cfg.knn:
+    if cfg.votes:
         result["knn"] = {"k": 20, **knn_splits(frozen)}
-    result |= {"broken": {name: sorted(files) for name, files in frozen.broken.items() if files}, "seed": cfg.seed,
-               "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type, "ranks": ranks,
-               "threads": torch.get_num_threads(), "torch": torch.__version__, "torchvision": torchvision.__version__,
-               "python": sys.version.split()[0], "minutes": (time.perf_counter() - begun) / 60}
+    result |= {"broken": {name: sorted(broken) for name, broken in frozen.broken.items() if broken},
+               "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+               "ranks": ranks, "threads": torch.get_num_threads(), "torch": torch.__version__,
+               "torchvision": torchvision.__version__, "seed": cfg.seed,
+               "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
         atomically(cfg.result, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
-        cfg.result.with_suffix(".pt").unlink(missing_ok=True)
+        if cfg.trains and not cfg.cache:
+            cfg.result.with_suffix(".pt").unlink(missing_ok=True)
     return result
 
 def table(result: dict[str, Any]) -> str:
     """The result for the screen: a row per learning rate, a column per set, chance below."""
     columns = [(name, top) for name, chance in result["chance"].items() for top in chance]
+    images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
+
+    def line(title: str, cells: Iterable[str]) -> str:
+        return f"  {title:25}" + "".join(f"{cell:>{len(n) + 7}}" for cell, (n, _) in zip(cells, columns))
 
     def row(title: str, values: dict[str, Any]) -> str:
-        cells = [f"{values[name][top]:.2f}" if top in values.get(name, ()) else "-" for name, top in columns]
-        return f"  {title:24}" + "".join(f"{cell:>{max(8, len(name) + 7)}}" for cell, (name, _) in zip(cells, columns))
+        return line(title, [f"{values[n][k]:.2f}" if k in values.get(n, ()) else "-" for n, k in columns])
 
-    lines = [f"{result['checkpoint']}, step {result['step']}, {result['encoder']}; {result['data']}, {result['classes']} "
-             "classes, " + ", ".join(f"{n} {name}" for name, n in result["images"].items()), result["protocol"], "",
-             f"  {'accuracy, %':24}" + "".join(f"{f'{name} {top}':>{max(8, len(name) + 7)}}" for name, top in columns)]
+    lines = [f"{result['checkpoint']}, step {result['step']}, {result['encoder']}", result["protocol"],
+             f"{result['data']}: {result['classes']} classes, {images}", "",
+             line("accuracy, %", map(" ".join, columns))]
     if "linear" in result:
-        best, on = result["linear"]["best"], result["linear"]["chosen_on"]
-        lines += [row(f"linear, rate {r['rate']:<8g}" + " best" * (r is best), r) for r in result["linear"]["rates"]]
+        rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
+        lines += [row(f"linear, rate {r['rate']:<7g}" + " best" * (r is best), r) for r in rates]
     if "knn" in result:
         lines.append(row("20-NN", result["knn"]))
     lines.append(row("chance", result["chance"]))
     if "linear" in result:
-        lines.append(f"  the best rate was chosen on {on}" + ("" if on == "held-out" else "idation itself, "
-                     "which flatters it a little: --select-split 0.1 chooses on training images"))
-        rates = [r["rate"] for r in result["linear"]["rates"]]
-        if len(rates) > 1 and best["rate"] in (min(rates), max(rates)):
-            lines.append("  and it lies at the end of the sweep: try further ones with --lr")
-    lines += [f"  {len(files)} broken images in {name}: they taught nothing, or count as wrong"
-              for name, files in result["broken"].items()]
+        lines.append("  the best rate was chosen on " + (
+            "held-out training images" if on == "held-out" else
+            "the validation set itself, which flatters it: --select-split 0.1 chooses on training images"))
+        if len(rates) > 1 and best in (rates[0], rates[-1]):
+            lines.append("  it lies at the end of the sweep: try rates beyond with --lr")
+    lines += [f"  {len(broken)} broken images in {name}: they taught nothing, or count as wrong"
+              for name, broken in result["broken"].items()]
     return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # 7. Command line
 def parse(argv: Sequence[str] | None) -> Settings:
-    """Flags -> Settings, one flag per field. Raises UserError where argparse would print its usage and exit."""
+    """Flags -> Settings, one flag per field. Raises UserError where argparse would print its usage."""
     parser = argparse.ArgumentParser("eval_linear.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(Settings):
@@ -596,7 +598,8 @@ def parse(argv: Sequence[str] | None) -> Settings:
         elif isinstance(f.default, tuple):   # a repeated flag adds up, a list flag replaces the default
             how = {"nargs": "+", "action": "extend", "default": []} if not f.default else {
                 "nargs": "+", "type": type(f.default[0]), "default": f.default}
-        parser.add_argument("--" + f.name.replace("_", "-"), help=f"{f.metadata['help']} [{f.default}]", **how)
+        flag = "--" + f.name.replace("_", "-")
+        parser.add_argument(flag, help=f"{f.metadata['help']} [{f.default}]", **how)
 
     def fail(message: str) -> None:
         raise UserError(f"{message}; see --help")
@@ -616,7 +619,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"eval_linear.py: {error}" if first else "", end="\n" * first, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("eval_linear.py: stopped; the same command continues after the last whole epoch" if first else "",
+        print("eval_linear.py: stopped; the same command continues after its last whole epoch" * first,
               end="\n" * first, file=sys.stderr)
         return 128 + signal.SIGINT
     if first:

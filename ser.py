@@ -25,7 +25,6 @@ rho_g is known, not learned: quarter turns and flips permute tokens, scaling res
 Against the released code: L_equiv has a gradient; g1 and g2 are independent; tokens are aligned, then
 projected; both sides are online features; negatives come from z and z' (README lists it all).
 `# Paper:` marks a line that is the paper's, `# Choice:` one where it is silent or the release differs.
-
 1 Config, 2 The group G, 3 Views, 4 Encoder, 5 Equivariance loss, 6 Base method, 7 SER, 8 Data, 9 Training,
 10 Command line. Axes: B images, N tokens, H x W token grid (rows first), D width, K projection, W ranks.
 """
@@ -35,10 +34,10 @@ import argparse
 import collections
 import copy
 import dataclasses
-import hashlib
 import json
 import math
 import os
+import random
 import resource
 import signal
 import sys
@@ -56,7 +55,6 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 from tqdm import tqdm
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Config: every setting with its unit, the paper's value, and the source of what the paper does not say
@@ -78,7 +76,6 @@ TINY, INF = 1e-9, math.inf
 class Config:
     """All settings of a run. The defaults are the paper's MoCo-v3 + SER on ImageNet (4.1); without --data,
     those of DRAWN take their place."""
-
     data: str = setting("", 0, 0, "folder of images, any depth, with or without train/; none: drawn images")
     out: str = setting("runs/ser", 0, 0, "folder of last.pt, log.jsonl, views.png; a run there is resumed")
     image_size: int = setting(224, 16, INF, "side of a view, pixels (paper: 224)")
@@ -93,8 +90,6 @@ class Config:
     temperature: float = setting(0.3, TINY, INF, "tau of the equivariance loss (paper: 0.3; DINO 0.5)")
     equiv_layers: tuple[int, ...] = setting((3,), 1, INF, "blocks whose token map is regularised (paper: 3)")
     group: tuple[str, ...] = setting(("rot90", "hflip", "scale"), 0, 0, "elements of G, any of these three")
-    area_min: float = setting(0.7, TINY, INF, "least area of a scaled view, relative (paper: 0.7)")
-    area_max: float = setting(1.3, TINY, INF, "greatest area of a scaled view, relative (paper: 1.3)")
     moco_temperature: float = setting(0.2, TINY, INF, "temperature of InfoNCE (MoCo-v3: 0.2)")
     moco_momentum: float = setting(0.99, 0, 1, "first momentum of the keys, rising to 1 (MoCo-v3: 0.99)")
     moco_hidden: int = setting(4096, 1, INF, "hidden width of projector and predictor (MoCo-v3: 4096)")
@@ -105,7 +100,7 @@ class Config:
     # Choice: 3e-4 as the release trains MoCo-v3 + SER; the paper names none, MoCo-v3 uses 1.5e-4.
     base_lr: float = setting(3e-4, TINY, INF, "learning rate per 256 images, scaled by batch / 256")
     weight_decay: float = setting(0.1, 0, INF, "AdamW's weight decay, on all parameters (MoCo-v3: 0.1)")
-    seed: int = setting(0, 0, INF, "seed of every random draw")
+    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of every random draw")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the training process loads")
     log_every: int = setting(20, 1, INF, "steps between log records")
     save_every: int = setting(0, 0, INF, "steps between checkpoints; 0: one per epoch")
@@ -121,19 +116,16 @@ class Config:
         return math.floor(self.ratio * self.batch_size / ranks + 0.5)
 
 # The same method at a size for drawn images, two CPU cores and three minutes.
-DRAWN = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
-             ratio=0.125, moco_hidden=512, batch_size=128, epochs=10.0, warmup_epochs=1.0, base_lr=3e-3,
-             crop_min=0.3, workers=0)
-
+DRAWN = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,), workers=0,
+             ratio=0.125, moco_hidden=512, crop_min=0.3, batch_size=128, epochs=10.0, warmup_epochs=1.0,
+             base_lr=3e-3)
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. The group G: one operator for pixels and for tokens (paper 3.1)
 class Geometry(NamedTuple):
-    """One element of G per image: a flip, then quarter turns, then resampling to a grid.
-
-    The grid is that of the *result* and is shared, so that views stack: an image with an odd number of turns
-    is turned first and resampled then. flip and turns stay on the CPU, where reading them stalls no GPU.
-    """
+    """One element of G per image: a flip, then quarter turns, then resampling to a grid. The grid is that of
+    the *result* and is shared, so that views stack: an image with an odd number of turns is turned first and
+    resampled then. flip and turns stay on the CPU, where reading them stalls no GPU."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) in tokens, rows first
@@ -142,12 +134,9 @@ def sample_geometry(batch: int, grid: int = 14, area: Sequence[float] = (0.7, 1.
                     aspect: Sequence[float] = (3 / 4, 4 / 3),
                     elements: Sequence[str] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
-    """A flip and turns for every image, and one grid for all of them.
-
-    area is uniform and relative to grid^2, aspect W / H log-uniform, the sides rounded (10..18 tokens for
-    grid 14). What `elements` leaves out stays at the identity, and the draws of the others do not change.
-    Raises ValueError for an unknown element.
-    """
+    """A flip and turns for every image, and one grid for all: area uniform, relative to grid^2; aspect W / H
+    log-uniform; sides rounded (10..18 tokens for grid 14). What `elements` leaves out stays at the identity,
+    and the draws of the others do not change. Raises ValueError for an unknown element."""
     require(set(elements) <= {"rot90", "hflip", "scale"}, f"group {elements}: choose from rot90 hflip scale")
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
@@ -160,19 +149,15 @@ def sample_geometry(batch: int, grid: int = 14, area: Sequence[float] = (0.7, 1.
                     scaled if "scale" in elements else (grid, grid))
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
-
-    For a quarter turn R and the flip F, F R = R^-1 F; so R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 ^ f2),
-    with s = -1 if just one of the two flips, else 1. Of the two scalings, the grid of g2 remains.
-    """
+    """g2 g1^-1, which takes view 1 to view 2 (paper 3.1). A quarter turn R and the flip F have F R = R^-1 F,
+    so R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2), s = -1 if just one of the two flips, else 1. Of
+    the two scalings, the grid of g2 remains."""
     flip = g1.flip ^ g2.flip
     return Geometry(flip, (g2.turns - torch.where(flip, -1, 1) * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """Resample (B, C, h, w), float or uint8, to (B, C, *size); crops, views and tokens share it (paper 3.2).
-
-    antialias=True does to a tensor what Pillow does to an image; without it, the two differ visibly.
-    """
+    antialias=True does to a tensor what Pillow does to an image; without it, the two differ visibly."""
     if x.shape[-2:] == size:
         return x
     return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
@@ -181,8 +166,8 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
 
     cell=1 acts on token maps, cell=patch_size on pixels: the same code, so that an image and its map move
-    alike. Flips and turns are permutations, bit for bit; only a size that is not the wanted one is resampled.
-    """
+    alike. Flips and turns are permutations, bit for bit; only a size that is not the wanted one is
+    resampled."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
     element = 4 * g.flip + g.turns        # (B,) which of the eight permutations, 0..7
     order = element.argsort()             # puts the images that share one side by side
@@ -190,7 +175,6 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     moved = [resize(torch.rot90(part.flip(-1) if e >= 4 else part, e % 4, (-2, -1)), size)
              for e, part in enumerate(groups) if len(part)]
     return torch.cat(moved)[order.argsort().to(x.device, non_blocking=True)]
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Views: T for b1, T_eq for b2, and the photometric jitter of both (paper 3.2)
@@ -204,8 +188,7 @@ MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2,
 def rng(*key: Any) -> torch.Generator:
     """A CPU generator for this key alone, whatever was drawn before: a resumed run draws the same, whatever
     its workers, and no two keys share their draws."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))   # SHA-512 of the text
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue by `shift` (n, 1, 1, 1) of a full circle, at the same value and chroma (hexcone model)."""
@@ -218,19 +201,14 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int = 6) -> Tensor:
-    """Separable blur with reflected borders; sigma (n, 1, 1, 1) in pixels, radius three times the largest.
-
-    A pass is one matrix product: row i of the matrix is the kernel around pixel i, reflection folded in.
-    A grouped convolution with a kernel per image takes several times longer.
-    """
+    """Separable blur with reflected borders; sigma (n, 1, 1, 1) in pixels, radius three times the largest. A
+    pass is one matrix product: row i of the matrix is the kernel around pixel i, reflection folded in."""
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(-1, 1) ** 2), dim=1)            # (n, 2 radius + 1)
-
-    def matrix(size: int) -> Tensor:
-        padded = F.pad(torch.eye(size, device=x.device)[None], (radius, radius), mode="reflect")[0]
-        return torch.einsum("iok,nk->noi", padded.unfold(1, len(offsets), 1), kernel)[:, None]
-
-    return matrix(x.shape[-2]) @ x @ matrix(x.shape[-1]).mT
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(-1, 1) ** 2), dim=1)         # (n, 2 radius + 1)
+    eyes = (torch.eye(size, device=x.device)[None] for size in x.shape[-2:])
+    windows = (F.pad(eye, (radius, radius), mode="reflect")[0].unfold(1, len(offsets), 1) for eye in eyes)
+    rows, columns = (torch.einsum("iok,nk->noi", window, kernel)[:, None] for window in windows)
+    return rows @ x @ columns.mT
 
 OPERATIONS = {   # images (n, 3, h, w) in [0, 1], a parameter for each (n, 1, 1, 1); else as torchvision's
     "brightness": lambda x, factor: (factor * x).clamp(0, 1),
@@ -247,8 +225,7 @@ def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
 
     x: (B, 3, h, w) in [0, 1]; draws: (B, 13) uniform in [0, 1), on the CPU; view 0 and 1 differ in blur and
     solarization. Colour jitter (.4, .4, .2, .1) in random order with probability .8, grayscale .2, blur
-    1 / .1 with sigma .1..2, solarization 0 / .2. torchvision would give one draw to the whole batch.
-    """
+    1 / .1 with sigma .1..2, solarization 0 / .2. torchvision would give one draw to the whole batch."""
     u = draws.unbind(1)
     jitter = {"brightness": 0.6 + 0.8 * u[1], "contrast": 0.6 + 0.8 * u[2], "saturation": 0.8 + 0.4 * u[3],
               "hue": 0.2 * u[4] - 0.1}
@@ -272,8 +249,7 @@ def make_views(images: Tensor, draws: Tensor, cfg: Config, step: int, rank: int,
 
     images: (B, 2, 3, S, S) uint8 on the device, b1 first: two crops; then b2: the whole image, twice.
     draws: (B, 2, 13) on the CPU. Every rank draws the geometry of all b2 images of the step and keeps its own
-    rows: so the ranks agree on the grid without talking, and none repeats another's draws.
-    """
+    rows: so the ranks agree on the grid without talking, and none repeats another's draws."""
     b2 = cfg.b2_images(ranks)
     b1, own = len(images) - b2, slice(rank * b2, (rank + 1) * b2)
     views, geometry = [], []
@@ -281,18 +257,16 @@ def make_views(images: Tensor, draws: Tensor, cfg: Config, step: int, rank: int,
         x, u = images[:, view].float() / 255, draws[:, view]
         views.append([photometric(x[:b1], u[:b1], view)] if b1 else [])
         if b2:
-            g = sample_geometry(ranks * b2, cfg.image_size // cfg.patch_size, (cfg.area_min, cfg.area_max),
-                                elements=cfg.group, generator=rng(cfg.seed, "geometry", step, view))
+            g = sample_geometry(ranks * b2, cfg.image_size // cfg.patch_size, elements=cfg.group,
+                                generator=rng(cfg.seed, "geometry", step, view))
             geometry.append(Geometry(g.flip[own], g.turns[own], g.grid))
             views[view].append(photometric(rho(geometry[view], x[b1:], cfg.patch_size), u[b1:], view))
     return Batch(views, geometry or None)
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Encoder: a ViT that takes image batches of any sizes in one pass (paper 3.1)
 class Block(nn.Module):
     """Pre-norm transformer block on packed tokens, with timm's parameter names."""
-
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -313,11 +287,9 @@ class Block(nn.Module):
 
 def position_codes(H: int, W: int, dim: int, base: int, device: torch.device | None = None) -> Tensor:
     """MoCo-v3's fixed 2-D sin-cos codes, (H * W, dim): half of the width for rows, half for columns.
-
     Evaluated at the patch centres in the coordinates of a base x base grid, (i + 0.5) * base / H - 0.5: a
     scaled view shows the same content on another grid, and content keeps its code. At H = W = base they are
-    MoCo-v3's own.
-    """
+    MoCo-v3's own."""
     omega = 10000 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
     angles = [((torch.arange(n, device=device) + 0.5) * base / n - 0.5)[:, None] * omega for n in (H, W)]
     rows, columns = (torch.cat([a.sin(), a.cos()], dim=1) for a in angles)
@@ -333,14 +305,12 @@ class ViT(nn.Module):
 
     With cls_layer=0 it computes what timm's ViT does from the same weights. Position codes are fixed, [CLS]
     has none. The patch embedding is random and frozen, MoCo-v3's trick for stable training. Raises ValueError
-    for sizes that do not fit together.
-    """
-
+    for sizes that do not fit together."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        fits = -(-image_size // patch_size) * patch_size
-        require(fits == image_size, f"image size {image_size} is no multiple of patch size {patch_size}: try {fits}")
+        fit = -(-image_size // patch_size) * patch_size
+        require(fit == image_size, f"image size {image_size} is no multiple of patch {patch_size}: try {fit}")
         require(dim % heads == 0 and dim % 4 == 0, f"dim {dim} must be a multiple of 4 and of heads {heads}")
         require(0 <= cls_layer < depth, f"cls layer {cls_layer} must lie in 0..{depth - 1}, before a block")
         self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth, heads=heads,
@@ -361,19 +331,17 @@ class ViT(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """Patch tokens with position codes: (B, 3, h, w) -> (B, N, D)."""
-        require(x.shape[-2] % self.patch_size == 0 == x.shape[-1] % self.patch_size,
-                f"images of {tuple(x.shape[-2:])} pixels are off the grid of patch size {self.patch_size}")
+        on_grid = x.shape[-2] % self.patch_size == 0 == x.shape[-1] % self.patch_size
+        require(on_grid, f"{tuple(x.shape[-2:])} pixels are off the grid of patch size {self.patch_size}")
         tokens = self.patch_embed["proj"](x)
         codes = position_codes(*tokens.shape[-2:], self.dim, self.grid, x.device)
         return tokens.flatten(2).transpose(1, 2) + codes
 
     def layers(self, images: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Run all image batches at once; yield (l, tokens after block l) for l = 0..depth, the tokens as one
-        (B_i, N_i, D) per batch, with [CLS] in front where l > cls_layer.
-
-        LayerNorm, projections and MLP see the tokens of all batches end to end: b2 is 1% of the images, and a
-        pass of its own would cost far more time than its 1% of the arithmetic.
-        """
+        (B_i, N_i, D) per batch, with [CLS] in front where l > cls_layer. All but the attention sees the
+        tokens of all batches end to end: b2 is 1% of the images, and a pass of its own would cost far more
+        than 1% of the time."""
         tokens = [self.embed(x) for x in images]
         for layer in range(self.depth + 1):
             if layer == self.cls_layer + 1:
@@ -403,16 +371,12 @@ class ViT(nn.Module):
         return torch.cat([self.norm(tokens[0][:, 0]) for layer, tokens in self.layers([x])
                           if layer > self.depth - n], dim=1)
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 5. Equivariance loss: NT-Xent over patches (paper 3.3)
 class AllGather(torch.autograd.Function):
-    """(B, ...) of every rank -> (W * B, ...), carrying the gradient; B must be the same everywhere.
-
-    A rank's rows enter the loss of every rank, so their gradient is the sum of what all ranks send back. With
-    the mean over ranks that DDP takes, W ranks equal one process.
-    """
-
+    """(B, ...) of every rank -> (W * B, ...), carrying the gradient; B must be the same everywhere. A rank's
+    rows enter the loss of every rank, so their gradient is the sum of what all ranks send back. With the mean
+    over ranks that DDP takes, W ranks equal one process."""
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -433,14 +397,12 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
       -log  exp s(z_ij, z'_ij) / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
 
     with s the cosine over tau: the negatives are all tokens of *other* images, of both views.
-
     z: (B, N, K), the projections of rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in
     fp32. Returns a scalar. With several ranks, anchors are local and keys come from all ranks, with their
     gradient; the mean over ranks is the loss of the whole batch. chunk: anchors per block of logits; blocks
     are computed again in the backward pass, so that memory does not grow with the anchors, at equal value and
     gradient; None: blocks of 32 MB. Raises ValueError for shapes that differ, tau <= 0, chunk < 1, or a
-    single image, which has no negatives.
-    """
+    single image, which has no negatives."""
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"patch_ntxent: shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
@@ -463,7 +425,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
             # those 2N keys are no negatives.                   i=0   T . .
             #                                                   i=1   . T .
             own = owner[:, None] == torch.arange(images, device=owner.device)
-            logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -math.inf)
+            logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -torch.inf)
             # -log(e^p / (e^p + sum e^l)) = softplus(logsumexp(l) - p), which cannot overflow.
             return torch.nn.functional.softplus(logits.flatten(1).logsumexp(1) - positive).sum()
 
@@ -473,7 +435,6 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         blocks = zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk))
         return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False)
                    for part in blocks) / (B * N)
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 6. Base method: MoCo-v3 (paper 4.1)
@@ -496,7 +457,6 @@ class MoCoV3(nn.Module):
         base.update(p)      called before every step, at progress p in [0, 1)
         base.diagnostics    name -> scalar, what the last forward pass measured, for the log
     """
-
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096, temperature: float = 0.2,
                  momentum: float = 0.99):
         super().__init__()
@@ -535,7 +495,6 @@ class MoCoV3(nn.Module):
                                  "inv_chance": 4 * self.temperature * math.log(logits.shape[1])}
             return F.cross_entropy(logits, labels) * 2 * self.temperature
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 7. SER: Algorithm 1 around any base method
 @torch.no_grad()
@@ -548,13 +507,12 @@ def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
 class SER(nn.Module):
     """The loss of `base`, plus weight * L_equiv, averaged over `layers`, each of which has a LayerNorm and a
     projector of its own. Raises ValueError for a layer outside 1..depth."""
-
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3, out_dim: int = 512):
         super().__init__()
         self.base, self.layers, self.weight, self.temperature = base, layers, weight, temperature
         dim, depth = base.encoder.dim, base.encoder.depth
-        require(all(1 <= layer <= depth for layer in layers), f"equivariance layers {layers} exceed 1..{depth}")
+        require(all(1 <= i <= depth for i in layers), f"equivariance layers {layers}: not in 1..{depth}")
         # Choice: LayerNorm in front and no biases, as the release; the paper: two layers, GELU, 512 (3.3).
         self.heads = nn.ModuleDict({str(layer): nn.Sequential(
             nn.LayerNorm(dim), nn.Linear(dim, out_dim, bias=False), nn.GELU(),
@@ -591,7 +549,6 @@ class SER(nn.Module):
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
 
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 8. Data: image files, drawn images, and the order of a run
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
@@ -607,26 +564,21 @@ def list_images(folder: str) -> list[str]:
     return paths
 
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB, upright; raises what the decoders raise.
-
-    The signature decides, not the name: ImageNet has a PNG named .JPEG. torchvision decodes JPEG faster than
-    Pillow and to the same pixels; what it cannot read, Pillow may.
-    """
-    data = Path(path).read_bytes()
-    if data.startswith(b"\xff\xd8\xff"):
-        try:
-            return torchvision.io.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8),
-                                              torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
-        except RuntimeError:
-            pass
+    """An image file as (3, h, w) uint8 RGB, upright; raises what Pillow raises. torchvision decodes faster,
+    to the same pixels, and by signature: ImageNet has a PNG named .JPEG. What it cannot, or not to 8 bits,
+    Pillow may."""
+    try:
+        image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
+    except (RuntimeError, ValueError, AttributeError):   # the last where torchvision comes without decoders
+        image = None
+    if image is not None and image.dtype == torch.uint8 and image.dim() == 3:
+        return image
     with Image.open(path) as image:
         return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
 
 def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of eight textures, (n, 3, size, size) uint8, and labels (n,); equal for equal arguments.
-
-    Gray, so that colour is no shortcut; scale, direction, place and contrast vary within a class.
-    """
+    """n images of eight textures, (n, 3, size, size) uint8, and labels (n,); equal for equal arguments. They
+    are gray, so that colour is no shortcut; scale, direction, place and contrast vary within a class."""
     g = rng("drawn", n, size, seed)
     a = torch.rand(7, n, 1, 1, generator=g)
     angle, phase, frequency = 2 * math.pi * a[0], 2 * math.pi * a[1], 7 + 7 * a[2]
@@ -645,26 +597,25 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (images.clamp(0, 1) * 255).to(torch.uint8), labels
 
 class Views(torch.utils.data.Dataset):
-    """Key (epoch, index, in_b2) -> ((2, 3, S, S) uint8, (2, 13) draws, name of a broken file or "").
-
-    Two crops for b1, the whole image twice for b2, from one decode, with all draws from (seed, epoch, index).
-    source: paths, or the images themselves. The next readable image takes the place of a broken one.
-    """
-
+    """Key (epoch, index, in_b2) -> ((2, 3, S, S) uint8, (2, 13) draws, name of a broken file or ""): two
+    crops for b1, the whole image twice for b2, from one decode, with all draws from (seed, epoch, index).
+    source: paths, or the images themselves. The next readable image takes the place of a broken one."""
     def __init__(self, source: Sequence[str] | Tensor, cfg: Config):
         self.source, self.cfg = source, cfg
 
     def __getitem__(self, key: tuple[int, int, bool]) -> tuple[Tensor, Tensor, str]:
         epoch, index, in_b2 = key
-        image, broken, size = None, "", (self.cfg.image_size, self.cfg.image_size)
-        while image is None:
-            item = self.source[index]
+        size, broken = (self.cfg.image_size, self.cfg.image_size), ""
+        for neighbour in range(index, index + 8):
+            item = self.source[neighbour % len(self.source)]
             try:
                 image = item if isinstance(item, Tensor) else read_image(item)
+                break
             except Exception as error:   # decoders raise what they like; the training loop counts them
-                broken, index = broken or f"{item} ({type(error).__name__})", (index + 1) % len(self.source)
+                broken = broken or f"{item} ({type(error).__name__})"
+                image = torch.zeros(3, 8, 8, dtype=torch.uint8)   # unless a neighbour is whole
         with torch.random.fork_rng(devices=[]):   # torchvision's crop takes no generator but the global one
-            torch.default_generator.set_state(rng(self.cfg.seed, "image", epoch, key[1]).get_state())
+            torch.default_generator.set_state(rng(self.cfg.seed, "image", epoch, index).get_state())
             draws, flips = torch.rand(2, 13), (torch.rand(2) < 0.5).tolist()
             if in_b2:   # Paper: 3.2, crop disabled: g can be undone only on the whole image
                 return resize(image[None], size).expand(2, -1, -1, -1), draws, broken
@@ -674,11 +625,9 @@ class Views(torch.utils.data.Dataset):
         return torch.cat([crop.flip(-1) if flip else crop for crop, flip in zip(crops, flips)]), draws, broken
 
 def batch_keys(images: int, cfg: Config, start: int, total: int, rank: int, ranks: int) -> Iterator[list]:
-    """The keys of this rank's batches from step `start` on, through all epochs without a seam.
-
-    An epoch permutes the data by (seed, epoch) alone; its step k takes images k B to (k + 1) B, each rank its
-    own part, b2 last. What an epoch leaves after its last whole batch is not used.
-    """
+    """The keys of this rank's batches from step `start` on, through all epochs without a seam. An epoch
+    permutes the data by (seed, epoch) alone; its step k takes images k B to (k + 1) B, each rank its own
+    part, b2 last. What an epoch leaves after its last whole batch is not used."""
     own, per_epoch = cfg.batch_size // ranks, images // cfg.batch_size
     b1, permutation = own - cfg.b2_images(ranks), None
     for step in range(start, total):
@@ -688,49 +637,50 @@ def batch_keys(images: int, cfg: Config, start: int, total: int, rank: int, rank
         first = k * cfg.batch_size + rank * own
         yield [(epoch, index, i >= b1) for i, index in enumerate(permutation[first:first + own].tolist())]
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 9. Training
 def setup() -> tuple[torch.device, int, int]:
     """(device, rank, ranks): under torchrun a rank per GPU, or gloo ranks on a CPU; else a single process."""
-    rank, ranks, local = (int(os.environ.get(*item)) for item in
-                          (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("mps" if torch.backends.mps.is_available() and ranks == 1 else "cpu")
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, rank, ranks
+        dist.init_process_group("nccl" if cuda else "gloo")
+    ranks, rank = ranks_and_rank()
+    mps = torch.backends.mps.is_available() and ranks == 1
+    return torch.device("cuda" if cuda else "mps" if mps else "cpu"), rank, ranks
+
+def check_ranges(cfg: Any) -> None:
+    """Raise UserError for a number, or one of several, outside the range of its setting."""
+    for f in dataclasses.fields(cfg):
+        least, most, value = f.metadata["least"], f.metadata["most"], getattr(cfg, f.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            require(isinstance(number, str) or least <= number <= most and number < INF,
+                    f"--{f.name.replace('_', '-')} {number} must lie between {least:g} and {most:g}")
 
 def check(cfg: Config, ranks: int) -> None:
     """Raise UserError for settings that no part of the model checks itself."""
-    for f in dataclasses.fields(cfg):
-        least, most, value = f.metadata["least"], f.metadata["most"], getattr(cfg, f.name)
-        if isinstance(value, (int, float)):
-            require(least <= value <= most and value < INF,
-                    f"--{f.name.replace('_', '-')} {value} must lie between {least:g} and {most:g}")
+    check_ranges(cfg)
+    sample_geometry(0, elements=cfg.group)
     batch, b2, least = cfg.batch_size, cfg.b2_images(ranks), 1 if ranks > 1 else 2
-    fits = -(-batch // ranks) * ranks
-    require(fits == batch, f"--batch-size {batch} must be a multiple of the {ranks} ranks: try {fits}")
+    fit, enough = -(-batch // ranks) * ranks, math.ceil(least / max(cfg.ratio, TINY)) * ranks
+    require(fit == batch, f"--batch-size {batch} must be a multiple of the {ranks} ranks: try {fit}")
     require(cfg.ratio == 0 or b2 >= least,
-            f"--ratio {cfg.ratio} of --batch-size {batch} is {b2 * ranks} b2 images on {ranks} ranks, and the "
-            f"loss needs 2: try --ratio {least * ranks / batch:.3g}, --batch-size "
-            f"{math.ceil(least / max(cfg.ratio, TINY)) * ranks}, or --ratio 0 for the base method alone")
+            f"--ratio {cfg.ratio} of --batch-size {batch} is {b2 * ranks} images, L_equiv needs at least 2: "
+            f"try --ratio {min(least * ranks / batch, 1):.3g}, --batch-size {enough}, or --ratio 0")
 
 def prepare(cfg: Config) -> list[str]:
     """Make the output folder and list the images, on rank 0 for all: a million files on network storage are
     slow to list. Raises UserError on every rank, so that all stop together."""
-    paths, error = [], ""
+    shared: list[Any] = [[], ""]   # paths, error
     if ranks_and_rank()[1] == 0:
         try:
+            require(cfg.out != "", "--out is empty: name a folder")
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             open(Path(cfg.out, "log.jsonl"), "a").close()
-            paths = list_images(cfg.data) if cfg.data else []
+            shared[0] = list_images(cfg.data) if cfg.data else []
         except (OSError, UserError) as e:
-            error = f"--out {cfg.out} cannot be written ({e.strerror})" if isinstance(e, OSError) else str(e)
-    shared = [paths, error]
+            shared[1] = str(e) if isinstance(e, UserError) else f"--out {cfg.out}: cannot write, {e.strerror}"
     if dist.is_initialized():
         dist.broadcast_object_list(shared)
     require(not shared[1], shared[1])
@@ -803,22 +753,18 @@ def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
 
 class Log:
     """log.jsonl and the bar of rank 0. A metric is its mean over ranks, a rate that since the last record."""
-
     def __init__(self, cfg: Config, model: SER, images: int, start: int, total: int, device: torch.device):
         self.batch, self.device, (self.ranks, rank) = cfg.batch_size, device, ranks_and_rank()
         self.file = open(os.devnull if rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
         self.bar = tqdm(total=total, initial=start, disable=rank > 0, mininterval=1)
         self.broken: collections.Counter[str] = collections.Counter()
         self.start, self.last, self.since, self.waiting = start, start, time.perf_counter(), 0.0
-        self.write({"command": " ".join(sys.argv), "start": start, "steps": total, "images": images,
-                    "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
-                    "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-                    "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-                    "threads": torch.get_num_threads(), "torch": torch.__version__,
-                    "torchvision": torchvision.__version__, "config": vars(cfg)})
-
-    def write(self, record: dict[str, Any]) -> None:
-        print(json.dumps(record), file=self.file)
+        setting = {"command": " ".join(sys.argv), "start": start, "steps": total, "images": images,
+                   "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
+                   "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                   "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+                   "torch": torch.__version__, "torchvision": torchvision.__version__, "config": vars(cfg)}
+        print(json.dumps(setting), file=self.file)
 
     def count(self, names: Sequence[str], waited: float) -> None:
         """Count a step and the wait for its images; `names` has a broken file, or "", for every image."""
@@ -831,25 +777,24 @@ class Log:
 
     def record(self, step: int, metrics: dict[str, Tensor | float], stop: bool) -> bool:
         """Write a step's record; True if any rank was told to stop. The one place where the host waits for
-        the device. Raises UserError, on all ranks, for a loss that is not finite or too many broken images."""
+        the device. Raises UserError, on all ranks, if the loss is not finite or many images are broken."""
         seconds, images = time.perf_counter() - self.since, (step - self.last) * self.batch
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         metrics = {**metrics, "images_per_s": images / seconds, "waiting": self.waiting / seconds,
                    "memory_gib": memory / 2 ** 30, "broken": self.broken.total() * self.ranks, "stop": stop}
-        values = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=self.device)
-                              for value in metrics.values()])
+        values = torch.tensor([torch.as_tensor(v).item() for v in metrics.values()], device=self.device)
         if self.ranks > 1:
             dist.all_reduce(values)
         mean, seen = dict(zip(metrics, (values / self.ranks).tolist())), (step - self.start) * self.batch
-        self.write({"step": step, **mean})
+        print(json.dumps({"step": step, **mean}), file=self.file)
         self.bar.set_postfix({k: f"{mean[k]:.3f}" for k in ("loss", "equiv", "patch_top1") if k in mean})
         self.last, self.since, self.waiting = step, time.perf_counter(), 0.0
         require(math.isfinite(mean["loss"] + mean["grad_encoder"]),
                 f"step {step}: loss {mean['loss']}, gradient norm {mean['grad_encoder']}; last.pt is from "
-                "before: look for the cause in log.jsonl, or start anew with a lower --base-lr")
-        require(mean["broken"] <= max(3, seen / 1000), f"{mean['broken']:.0f} of {seen} images cannot be read, as "
-                f"{min(self.broken, default='another rank says')}: mend or remove them")
+                "before: see log.jsonl for the cause, or lower --base-lr with a new --out")
+        require(mean["broken"] <= max(3, seen / 1000), f"{mean['broken']:.0f} of {seen} images cannot be "
+                f"read: mend or remove them, {min(self.broken, default='as another rank named')} first")
         return mean["stop"] > 0
 
 def leave_signals(worker: int) -> None:
@@ -858,11 +803,9 @@ def leave_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[int] = ()) -> Path:
-    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint.
-
-    stop: gets the number of a signal when one comes; training then saves and exits with 128 + that number.
-    Raises UserError for what a person can mend.
-    """
+    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. stop: gets the
+    number of a signal when one comes; training then saves and exits with 128 + that number. Raises UserError
+    for what a person can mend."""
     device, rank, ranks = setup()
     check(cfg, ranks)
     model, path = build(cfg).to(device), Path(cfg.out, "last.pt")
@@ -911,27 +854,25 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
     return path
 
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 10. Command line
-def parse(argv: Sequence[str] | None) -> Config:
-    """Flags -> Config, one flag per field. Raises UserError where argparse would print its usage and exit."""
-    parser = argparse.ArgumentParser("ser.py", description=__doc__, allow_abbrev=False,
+def parse(argv: Sequence[str] | None, kind: type = Config, drawn: dict[str, Any] = DRAWN,
+          about: str | None = __doc__) -> Any:
+    """Flags -> a `kind`, one flag per field; without --data, `drawn` replaces its defaults. Raises UserError
+    where argparse would print its usage and exit."""
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(kind):
         several = isinstance(f.default, tuple)
         how = {"action": "store_true"} if f.default is False else {
             "type": type(f.default[0] if several else f.default), "nargs": "+" if several else None}
         flag = "--" + f.name.replace("_", "-")
         parser.add_argument(flag, default=f.default, help=f"{f.metadata['help']} [{f.default}]", **how)
-
-    def fail(message: str) -> None:
-        raise UserError(f"{message}; see --help")
-    parser.error = fail
+    parser.error = lambda message: require(False, f"{message}; see --help")
     if not parser.parse_args(argv).data:
-        parser.set_defaults(**DRAWN)
+        parser.set_defaults(**drawn)
     values = vars(parser.parse_args(argv))
-    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and on drawn images report; returns the exit code: 0, or 2 after one line about a mistake."""
@@ -942,7 +883,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = parse(argv)
         path = train(cfg, stop=stop)
     except UserError as error:
-        print(f"ser.py: {error}" if first else "", end="\n" * first, file=sys.stderr)
+        if first:
+            print(f"ser.py: {error}", file=sys.stderr)
         return 2
     if first and not cfg.data:
         from eval_linear import report   # evaluation is the other file's matter, and it imports this one

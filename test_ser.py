@@ -1,8 +1,8 @@
-"""Every claim of ser.py as an executable sentence; each test names the equation, section or table it holds for.
+"""Every claim of ser.py as an executable sentence; each test names its equation, section or table.
 
 Fast code is compared with slow oracles, which are loops written from the formula, with closed forms, with
-torchvision and Pillow, and with real gloo ranks. Read the names from top to bottom: they are the specification,
-in the order of the sections of ser.py.
+torchvision and Pillow, and with real gloo ranks. The names, from top to bottom, are the specification, in the
+order of the sections of ser.py.
 
     pip install -r requirements.txt && python -m pytest -q test_ser.py
 """
@@ -40,7 +40,7 @@ from ser import Batch, Config, Geometry, UserError, patch_ntxent, relative, rho,
 HERE = Path(ser.__file__).resolve().parent
 D4 = list(itertools.product((False, True), range(4)))                        # (flip, turns), flip first
 TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, equiv_layers=(1,), ratio=0.5,
-           moco_hidden=16, batch_size=8, epochs=24.0, warmup_epochs=2.0, crop_min=0.3, workers=0, log_every=1)
+           moco_hidden=16, batch_size=8, epochs=14.0, warmup_epochs=2.0, crop_min=0.3, workers=0, log_every=1)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def slow_codes(H, W, dim, base):
     for i, j, d in itertools.product(range(H), range(W), range(dim // 4)):
         row, column = ((k + 0.5) * base / n - 0.5 for k, n in ((i, H), (j, W)))
         omega = 1 / 10000 ** (d / (dim // 4))
-        values = (math.sin(row * omega), math.cos(row * omega), math.sin(column * omega), math.cos(column * omega))
+        values = [f(x * omega) for x in (row, column) for f in (math.sin, math.cos)]
         for quarter, value in enumerate(values):
             table[i * W + j, quarter * (dim // 4) + d] = value
     return table
@@ -106,7 +106,8 @@ def plain_vit(encoder, x):
             y = F.layer_norm(t, (D,), block["norm1.weight"], block["norm1.bias"], 1e-6)
             y = F.linear(y, block["attn.qkv.weight"], block["attn.qkv.bias"])
             q, k, v = y.reshape(*t.shape[:2], 3, heads, D // heads).permute(2, 0, 3, 1, 4)
-            y = ((q @ k.transpose(-2, -1) / math.sqrt(D / heads)).softmax(-1) @ v).transpose(1, 2).reshape(t.shape)
+            attention = (q @ k.transpose(-2, -1) / math.sqrt(D / heads)).softmax(-1)
+            y = (attention @ v).transpose(1, 2).reshape(t.shape)
             t = t + F.linear(y, block["attn.proj.weight"], block["attn.proj.bias"])
             y = F.layer_norm(t, (D,), block["norm2.weight"], block["norm2.bias"], 1e-6)
             y = F.gelu(F.linear(y, block["mlp.fc1.weight"], block["mlp.fc1.bias"]))
@@ -117,8 +118,8 @@ def plain_vit(encoder, x):
     return found
 
 def plain_cls(encoder, x, layer=-1):
-    D = encoder.shape["dim"]
-    return F.layer_norm(plain_vit(encoder, x)[layer][:, 0], (D,), encoder.norm.weight, encoder.norm.bias, 1e-6)
+    norm = encoder.norm
+    return F.layer_norm(plain_vit(encoder, x)[layer][:, 0], norm.weight.shape, norm.weight, norm.bias, 1e-6)
 
 def slow_ntxent(z, z_prime, tau):
     """L_equiv as the paper writes it: four nested loops over i, j and m, n (3.3 and Eq. 3)."""
@@ -134,13 +135,21 @@ def slow_ntxent(z, z_prime, tau):
         total = total - (positive / (positive + negatives)).log()
     return total / (B * N)
 
+def same(a, b):
+    """Equal to the last bit, through dicts and lists."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
 def value_and_gradients(function, *inputs):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     value = function(*inputs)
     return value.detach(), torch.autograd.grad(value, inputs)
 
 def shake(module, seed=0):
-    """Random weights that matter: at the initial ones, [CLS] is 1e-6 and biases are zero, which hides mistakes."""
+    """Random weights: at the initial ones, [CLS] is 1e-6 and biases are zero, which hides mistakes."""
     generator = seeded(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -148,7 +157,8 @@ def shake(module, seed=0):
     return module
 
 def toy_vit(seed=0, **shape):
-    return shake(ser.ViT(**{**dict(image_size=16, patch_size=4, dim=16, depth=4, heads=2, cls_layer=2), **shape}), seed)
+    small = dict(image_size=16, patch_size=4, dim=16, depth=4, heads=2, cls_layer=2)
+    return shake(ser.ViT(**{**small, **shape}), seed)
 
 def toy_model(seed=0, **settings):
     """(cfg, SER model) with random weights; the momentum branch differs from the online one."""
@@ -156,9 +166,9 @@ def toy_model(seed=0, **settings):
     return cfg, shake(ser.build(cfg), seed)
 
 def toy_images(cfg, seed=0):
-    g = seeded(seed)
-    size = (cfg.batch_size, 2, 3, cfg.image_size, cfg.image_size)
-    return torch.randint(256, size, generator=g, dtype=torch.uint8), torch.rand(cfg.batch_size, 2, 13, generator=g)
+    g, size = seeded(seed), (cfg.batch_size, 2, 3, cfg.image_size, cfg.image_size)
+    images = torch.randint(256, size, generator=g, dtype=torch.uint8)
+    return images, torch.rand(cfg.batch_size, 2, 13, generator=g)
 
 def neutral(draws):
     """Draws that leave the colours alone: no jitter, no grayscale, no solarization, a blur of sigma 0.1."""
@@ -168,7 +178,8 @@ def neutral(draws):
 
 def smooth(n, size, seed=0):
     """Images without detail below a fifth of their side, in [0, 1]."""
-    return F.interpolate(torch.randn(n, 3, 5, 5, generator=seeded(seed)), (size, size), mode="bicubic").sigmoid()
+    coarse = torch.randn(n, 3, 5, 5, generator=seeded(seed))
+    return F.interpolate(coarse, (size, size), mode="bicubic").sigmoid()
 
 class Nothing(nn.Module):
     """A base method without a loss, by the interface of MoCoV3: leaves the equivariance term alone."""
@@ -186,10 +197,10 @@ class Nothing(nn.Module):
 def test_a_flip_comes_first_and_turns_go_counter_clockwise():
     """3.1: the direction of every element on a literal 2 x 3 array."""
     x = torch.tensor([[1., 2, 3], [4, 5, 6]])[None, None]
-    for (flip, turns), wanted in {(False, 0): [[1, 2, 3], [4, 5, 6]], (False, 1): [[3, 6], [2, 5], [1, 4]],
-                                  (False, 2): [[6, 5, 4], [3, 2, 1]], (False, 3): [[4, 1], [5, 2], [6, 3]],
-                                  (True, 0): [[3, 2, 1], [6, 5, 4]], (True, 1): [[1, 4], [2, 5], [3, 6]],
-                                  (True, 2): [[4, 5, 6], [1, 2, 3]], (True, 3): [[6, 3], [5, 2], [4, 1]]}.items():
+    for flip, turns, wanted in ((False, 0, [[1, 2, 3], [4, 5, 6]]), (False, 1, [[3, 6], [2, 5], [1, 4]]),
+                                (False, 2, [[6, 5, 4], [3, 2, 1]]), (False, 3, [[4, 1], [5, 2], [6, 3]]),
+                                (True, 0, [[3, 2, 1], [6, 5, 4]]), (True, 1, [[1, 4], [2, 5], [3, 6]]),
+                                (True, 2, [[4, 5, 6], [1, 2, 3]]), (True, 3, [[6, 3], [5, 2], [4, 1]])):
         assert rho(element(flip, turns, turned((2, 3), turns)), x)[0, 0].tolist() == wanted
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (5, 2)])
@@ -201,9 +212,10 @@ def test_rotations_and_flips_are_exact_token_permutations(grid, cell):
         g = element(flip, turns, turned(grid, turns))
         assert torch.equal(rho(g, x, cell), slow_move(x[0], flip, turns)[None])
 
-@pytest.mark.parametrize("size, grid", [((6, 6), (6, 6)), ((6, 6), (5, 8)), ((4, 7), (7, 4)), ((4, 7), (6, 3))])
+@pytest.mark.parametrize("size, grid", [
+    ((6, 6), (6, 6)), ((6, 6), (5, 8)), ((4, 7), (7, 4)), ((4, 7), (6, 3))])
 def test_each_image_of_a_batch_moves_by_its_own_element(size, grid):
-    """3.1: 24 images, three of each element in a mixed order, on a shared grid, against one image at a time."""
+    """3.1: 24 images, three of each element in mixed order, on a shared grid, against one at a time."""
     order = torch.randperm(24, generator=seeded(1))
     g = Geometry(order % 2 == 1, order // 2 % 4, grid)
     x = torch.randn(24, 3, *size, generator=seeded(2))
@@ -211,7 +223,7 @@ def test_each_image_of_a_batch_moves_by_its_own_element(size, grid):
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
 def test_the_eight_elements_are_a_group_for_all_64_pairs(grid):
-    """3.1: g2 g1^-1 takes view 1 to view 2, and rho of a product is the product of the rhos; 8 elements differ."""
+    """3.1: g2 g1^-1 takes view 1 to view 2; rho of a product is the product of the rhos; 8 differ."""
     x, seen = torch.randn(1, 2, *grid, generator=seeded()), set()
     for (f2, t2), (f1, t1) in itertools.product(D4, D4):
         g1, g2 = element(f1, t1, turned(grid, t1)), element(f2, t2, turned(grid, t2))
@@ -226,8 +238,8 @@ def test_the_eight_elements_are_a_group_for_all_64_pairs(grid):
 
 @pytest.mark.parametrize("flip, turns", D4)
 def test_any_patch_embedding_commutes_when_its_kernel_turns_along(flip, turns):
-    """3.1: embed_K(rho_g x) = rho_g embed_{rho_g^-1 K}(x), on 3 x 5 patches; pooling and a D4-symmetric K need
-    no turned kernel, and a free kernel fails without: that is why equivariance has to be learned."""
+    """3.1: embed_K(rho_g x) = rho_g embed_{rho_g^-1 K}(x), on 3 x 5 patches. Pooling and a D4-symmetric K
+    need no turned kernel; a free one fails without, and that is why equivariance has to be learned."""
     p, grid, g = 4, (3, 5), element(flip, turns, turned((3, 5), turns))
     x, K = (torch.randn(*s, generator=seeded(), dtype=torch.float64) for s in ((1, 3, 12, 20), (6, 3, p, p)))
     back = inverse(element(flip, turns, (1, 1), 6), (1, 1))
@@ -247,8 +259,8 @@ def test_the_relative_element_takes_view_1_to_view_2_exactly_without_scale():
         assert torch.equal(rho(relative(g2, g1), rho(g1, x, cell), cell), rho(g2, x, cell))
 
 def test_the_relative_element_takes_view_1_to_view_2_within_a_bound_with_scale():
-    """3.1: with scale x2 = rho_g(x1) holds up to resampling. On smooth images in [0, 1], 40 pairs at the paper's
-    setting: measured mean error 0.0003, largest 0.0054, where one turn too many errs by 0.22 on the mean."""
+    """3.1: with scale x2 = rho_g(x1) holds up to resampling. On smooth images in [0, 1], 40 pairs at the
+    paper's setting: measured mean error 0.0003, largest 0.0054, where a turn too many errs by 0.22."""
     x, mean, most, wrong = smooth(8, 224), [], [], []
     for s in range(40):
         g1, g2 = (sample_geometry(8, generator=seeded(2 * s + v)) for v in (0, 1))
@@ -261,8 +273,8 @@ def test_the_relative_element_takes_view_1_to_view_2_within_a_bound_with_scale()
     assert max(mean) < 0.001 and max(most) < 0.01 and min(wrong) > 0.2
 
 def test_scaled_grids_follow_the_stated_distribution():
-    """4.1: area uniform in [0.7, 1.3], aspect log-uniform in [3/4, 4/3]: 10..18 tokens a side, 130..270 tokens,
-    196 on average. The formula on a fine mesh knows 51 grids; the two rarest have probability 6e-5."""
+    """4.1: area uniform in [0.7, 1.3], aspect log-uniform in [3/4, 4/3]: 10..18 tokens a side, 130..270 in
+    all, 196 on average. The formula on a fine mesh knows 51 grids, the two rarest with probability 6e-5."""
     g = seeded()
     grids = [sample_geometry(1, generator=g).grid for _ in range(12000)]
     areas = [h * w for h, w in grids]
@@ -281,7 +293,8 @@ def test_flips_and_turns_are_uniform_and_one_image_does_not_tell_the_next():
     assert (torch.bincount(element_of, minlength=8) / 8000 - 1).abs().max() < 0.05
     assert (torch.bincount(8 * element_of[:-1] + element_of[1:], minlength=64) / 1000 - 1).abs().max() < 0.15
 
-@pytest.mark.parametrize("elements", [c for n in range(4) for c in itertools.combinations(("rot90", "hflip", "scale"), n)])
+@pytest.mark.parametrize("elements", [
+    kept for n in range(4) for kept in itertools.combinations(("rot90", "hflip", "scale"), n)])
 def test_an_ablated_element_stays_at_the_identity_and_moves_no_other_draw(elements):
     """Table of group elements: --group takes any subset."""
     full, part = (sample_geometry(200, 14, elements=e, generator=seeded(3)) for e in
@@ -303,7 +316,7 @@ def test_resize_is_the_data_pipelines_operator(size):
         assert (ours.int() - pillow.int()).abs().max() <= 1
 
 def test_rho_and_patch_ntxent_work_alone_with_import_torch(tmp_path):
-    """Copying them into another code base is promised: their source in a new process that only imports torch."""
+    """Copying them is promised: their source runs in a new process that imports nothing but torch."""
     g = sample_geometry(5, 6, generator=seeded())
     x, z, z_prime = torch.randn(5, 2, 6, 6), torch.randn(3, 4, 5), torch.randn(3, 4, 5)
     torch.save((g.flip, g.turns, g.grid, x, z, z_prime), tmp_path / "in.pt")
@@ -342,25 +355,28 @@ def test_each_photometric_operation_equals_torchvisions_image_by_image(name, tor
 
 @pytest.mark.parametrize("view", [0, 1])
 def test_jitter_is_moco_v3s_with_parameters_of_its_own_for_every_image(view):
-    """3.2 and 4.1: 64 images against a loop over torchvision. The four draws that decide run through (0, 1), so
-    that a probability other than .8 and .2, blur 1 / .1, solarization 0 / .2 fails."""
+    """3.2 and 4.1: 64 images against a loop over torchvision. The draws that decide run through (0, 1)
+    evenly, so that another probability than .8, .2, blur 1 / .1, solarization 0 / .2 fails."""
     n = 64
     x, u = colours(n), torch.rand(n, 13, generator=seeded(6))
     for column in (0, 9, 11, 12):
         u[:, column] = (torch.randperm(n, generator=seeded(column)) + 0.5) / n
 
     def alone(image, u):
-        jitter = [lambda x: TF.adjust_brightness(x, 0.6 + 0.8 * u[1]), lambda x: TF.adjust_contrast(x, 0.6 + 0.8 * u[2]),
-                  lambda x: TF.adjust_saturation(x, 0.8 + 0.4 * u[3]), lambda x: TF.adjust_hue(x, 0.2 * u[4] - 0.1)]
+        jitter = [lambda x: TF.adjust_brightness(x, 0.6 + 0.8 * u[1]),
+                  lambda x: TF.adjust_contrast(x, 0.6 + 0.8 * u[2]),
+                  lambda x: TF.adjust_saturation(x, 0.8 + 0.4 * u[3]),
+                  lambda x: TF.adjust_hue(x, 0.2 * u[4] - 0.1)]
         for k in sorted(range(4), key=lambda k: u[5 + k]) if u[0] < 0.8 else ():
             image = jitter[k](image)
         image = TF.rgb_to_grayscale(image, 3) if u[9] < 0.2 else image
-        image = TF.gaussian_blur(image, [13, 13], [0.1 + 1.9 * u[10]] * 2) if view == 0 or u[11] < 0.1 else image
+        if view == 0 or u[11] < 0.1:
+            image = TF.gaussian_blur(image, [13, 13], [0.1 + 1.9 * u[10]] * 2)
         image = TF.solarize(image, 128 / 255) if view == 1 and u[12] < 0.2 else image
         return TF.normalize(image, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
-    before = x.clone()
-    close(ser.photometric(x, u, view), torch.stack([alone(image, draws.tolist()) for image, draws in zip(x, u)]), 1e-4)
+    before, wanted = x.clone(), torch.stack([alone(image, draws.tolist()) for image, draws in zip(x, u)])
+    close(ser.photometric(x, u, view), wanted, 1e-4)
     assert torch.equal(x, before)
 
 def test_equal_images_of_a_batch_get_different_jitter():
@@ -371,7 +387,7 @@ def test_equal_images_of_a_batch_get_different_jitter():
     assert all((a - b).abs().max() > 1e-3 for a, b in itertools.combinations(out, 2))
 
 def test_views_are_geometry_first_and_agree_between_pixels_and_the_recorded_elements():
-    """3.2, T_eq: b1 keeps its two crops; the b2 views are related by g2 g1^-1; jitter comes after the geometry."""
+    """3.2, T_eq: b1 keeps its crops; the b2 views are related by g2 g1^-1; jitter follows the geometry."""
     cfg = Config(**{**TOY, "group": ("rot90", "hflip"), "batch_size": 16})
     images, draws = toy_images(cfg)
     images[8:, 1] = images[8:, 0]                                        # b2: the whole image, twice
@@ -380,12 +396,16 @@ def test_views_are_geometry_first_and_agree_between_pixels_and_the_recorded_elem
         close(views[view][0], (images[:8, view] / 255 - ser.MEAN) / ser.STD)
         base = (images[8:, view] / 255 - ser.MEAN) / ser.STD
         close(views[view][1], slow_rho(geometry[view], base, 4))
-        jittered = ser.make_views(images, draws, cfg, 0, 0, 1).views[view][1]
-        close(jittered, ser.photometric(slow_rho(geometry[view], images[8:, view] / 255, 4), draws[8:, view], view))
     close(rho(relative(geometry[1], geometry[0]), views[0][1], 4), views[1][1])
+    cfg = dataclasses.replace(cfg, group=("rot90", "hflip", "scale"))
+    scaled = ser.make_views(images, draws, cfg, 5, 0, 1)
+    for view, g in enumerate(scaled.geometry):
+        assert g.grid != (4, 4)   # resampling and jitter do not commute, turns and jitter do
+        moved = slow_rho(g, images[8:, view] / 255, 4)
+        close(scaled.views[view][1], ser.photometric(moved, draws[8:, view], view), 1e-4)
 
 def test_geometry_is_one_draw_per_step_of_which_each_rank_takes_its_rows():
-    """3.1: ranks share the grid and split the elements of one draw, without talking; steps, views, seeds differ."""
+    """3.1: ranks share the grid and split one draw without talking; steps, views and seeds differ."""
     cfg = Config(**{**TOY, "batch_size": 32})
     images, draws = toy_images(cfg)
     whole = ser.make_views(images, draws, cfg, 3, 0, 1)
@@ -405,16 +425,18 @@ def test_geometry_is_one_draw_per_step_of_which_each_rank_takes_its_rows():
     assert not any(torch.equal(a.turns, b.turns) for a, b in keys + [(whole.geometry[0], whole.geometry[1])])
 
 def test_g1_and_g2_are_independent():
-    """3.1: all 64 pairs of elements occur, all relative elements equally often (the release: only reflections),
-    and the grids of the two views differ."""
+    """3.1: all 64 pairs of elements occur, all relative elements equally often (the release has reflections
+    only), and the grids of the two views differ."""
     cfg = Config(**{**TOY, "batch_size": 1600, "ratio": 1.0, "group": ("rot90", "hflip")})
     image = torch.zeros(1, 2, 3, 16, 16, dtype=torch.uint8).expand(1600, -1, -1, -1, -1)
     g1, g2 = ser.make_views(image, neutral(torch.empty(1600, 2, 13)), cfg, 0, 0, 1).geometry
     pairs = torch.bincount(8 * (4 * g1.flip + g1.turns) + 4 * g2.flip + g2.turns, minlength=64)
     g = relative(g2, g1)
-    assert pairs.min() > 8 and (torch.bincount(4 * g.flip + g.turns, minlength=8) / 200 - 1).abs().max() < 0.25
+    share = torch.bincount(4 * g.flip + g.turns, minlength=8) / 200
+    assert pairs.min() > 8 and (share - 1).abs().max() < 0.25
     cfg = Config(**{**TOY, "patch_size": 1})
-    grids = [[g.grid for g in ser.make_views(*toy_images(cfg), cfg, step, 0, 1).geometry] for step in range(12)]
+    drawn = [ser.make_views(*toy_images(cfg), cfg, step, 0, 1).geometry for step in range(12)]
+    grids = [(a.grid, b.grid) for a, b in drawn]
     assert sum(a == b for a, b in grids) < 3 and len({a for a, _ in grids}) > 6
 
 def test_views_picture_shows_the_aligned_view_equal_to_view_2(tmp_path):
@@ -424,10 +446,10 @@ def test_views_picture_shows_the_aligned_view_equal_to_view_2(tmp_path):
     images[4:, 1] = images[4:, 0]
     ser.save_views(tmp_path / "v.png", ser.make_views(images, neutral(draws), cfg, 0, 0, 1), images[4:, 0], 4)
     picture = TF.pil_to_tensor(Image.open(tmp_path / "v.png"))           # 4 rows of 4 cells, 2 pixels between
-    cells = [[picture[:, 2 + 18 * i:18 + 18 * i, 2 + 18 * j:18 + 18 * j].int() for j in range(4)] for i in range(4)]
-    for i, (base, x1, aligned, x2) in enumerate(cells):
-        assert (base - images[4 + i, 0].int()).abs().max() <= 1 and (aligned - x2).abs().max() <= 1
-    assert any((x1 - x2).abs().max() > 50 for _, x1, _, x2 in cells)
+    cells = picture[:, 2:].unfold(1, 16, 18)[:, :, 2:].unfold(2, 16, 18).permute(1, 2, 0, 3, 4).int()
+    base, x1, aligned, x2 = cells.unbind(1)                              # (4, 3, 16, 16) each
+    assert (base - images[4:, 0].int()).abs().max() <= 1 and (aligned - x2).abs().max() <= 1
+    assert (x1 - x2).abs().max() > 50
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -436,7 +458,8 @@ def test_views_picture_shows_the_aligned_view_equal_to_view_2(tmp_path):
 def test_a_packed_pass_equals_a_pass_per_batch(cls_layer):
     """3.1: four batches of different sizes and shapes in one pass, embeddings and maps of every block."""
     encoder, layers = toy_vit(cls_layer=cls_layer), (1, 2, 3, 4)
-    batches = [torch.randn(n, 3, h, w, generator=seeded(n)) for n, h, w in ((3, 16, 16), (2, 12, 20), (1, 24, 8), (4, 16, 16))]
+    sizes = ((3, 16, 16), (2, 12, 20), (1, 24, 8), (4, 16, 16))
+    batches = [torch.randn(n, 3, h, w, generator=seeded(n)) for n, h, w in sizes]
     for x, packed in zip(batches, encoder(batches, layers)):
         alone, tokens = encoder([x], layers)[0], plain_vit(encoder, x)
         close(packed.cls, alone.cls)
@@ -448,13 +471,14 @@ def test_a_packed_pass_equals_a_pass_per_batch(cls_layer):
             close(packed.maps[layer].flatten(2).mT, patches, 1e-4)
 
 def test_cls_enters_after_its_block():
-    """3.1, f = f2 . f1: maps up to the layer do not see [CLS], later ones do; blocks after it see one more token."""
+    """3.1, f = f2 . f1: maps up to the layer do not see [CLS], later ones do; blocks after it see it."""
     encoder, x = toy_vit(cls_layer=2), torch.randn(2, 3, 16, 20, generator=seeded())
     before = encoder([x], range(1, 5))[0]
     with torch.no_grad():
         encoder.cls_token.add_(1)
     after = encoder([x], range(1, 5))[0]
-    assert [torch.equal(before.maps[layer], after.maps[layer]) for layer in range(1, 5)] == [True, True, False, False]
+    unmoved = [torch.equal(before.maps[layer], after.maps[layer]) for layer in range(1, 5)]
+    assert unmoved == [True, True, False, False]
     assert [len(t[0][0]) for _, t in encoder.layers([x])] == [20, 20, 20, 21, 21]
 
 def test_cls_layer_0_is_timms_vit():
@@ -471,14 +495,14 @@ def test_position_codes_sit_at_the_patch_centres(H, W):
     """3.1: MoCo-v3's codes at 14 x 14, and those of the same content on any other grid."""
     close(ser.position_codes(H, W, 32, 14), slow_codes(H, W, 32, 14))
     if (H, W) == (14, 14):   # MoCo-v3's plain integers
-        i, omega = 5, 10000 ** -(3 / 8)
-        assert ser.position_codes(14, 14, 32, 14)[i * 14, 3].item() == pytest.approx(math.sin(i * omega), abs=1e-5)
+        code = ser.position_codes(14, 14, 32, 14)[5 * 14, 3].item()
+        assert code == pytest.approx(math.sin(5 * 10000 ** -(3 / 8)), abs=1e-5)
     odd = ser.position_codes(9, 15, 32, 3).view(9, 15, 32)[1::3, 2::5]   # the centres of 3 x 5 patches
     close(odd.flatten(0, 1), ser.position_codes(3, 3, 32, 3))
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_last_cls_is_the_normalised_cls_of_the_last_blocks(n):
-    """4.1, linear probe: oldest block first; where a block has no [CLS], an error, and no patch token instead."""
+    """4.1, linear probe: oldest block first; where a block has no [CLS], an error, not a patch token."""
     encoder, x = toy_vit(depth=5, cls_layer=1), torch.randn(2, 3, 16, 16, generator=seeded())
     wanted = torch.cat([plain_cls(encoder, x, layer) for layer in range(6 - n, 6)], dim=1)
     close(encoder.last_cls(x, n), wanted, 1e-4)
@@ -492,13 +516,17 @@ def test_initial_weights_are_moco_v3s_and_come_from_the_seed_alone():
     model, again = ser.build(cfg), ser.build(cfg)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
     encoder = model.base.encoder
-    for weight, bound in ((encoder.blocks[0].attn["qkv"].weight, 6 / 128), (encoder.blocks[0].mlp["fc1"].weight, 6 / 320),
-                          (encoder.patch_embed["proj"].weight, 6 / (3 * 4 * 4 + 64))):
-        assert 0.95 * bound ** 0.5 < weight.abs().max() <= bound ** 0.5
-    assert all(p.eq(0).all() for name, p in encoder.named_parameters() if name.endswith("bias"))
-    assert [n for n, p in encoder.named_parameters() if not p.requires_grad] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
-    for slow, fast in ((model.base.momentum_encoder, encoder), (model.base.momentum_projector, model.base.projector)):
-        assert all(torch.equal(p, q) and not p.requires_grad for p, q in zip(slow.parameters(), fast.parameters()))
+    weights = dict(encoder.named_parameters())
+    for name, square in (("blocks.0.attn.qkv", 6 / 128), ("blocks.0.mlp.fc1", 6 / 320),
+                         ("patch_embed.proj", 6 / 112)):
+        assert 0.95 * square ** 0.5 < weights[name + ".weight"].abs().max() <= square ** 0.5
+    assert all(p.eq(0).all() for name, p in weights.items() if name.endswith("bias") and "norm" not in name)
+    frozen = {name for name, p in weights.items() if not p.requires_grad}
+    assert frozen == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
+    for part in ("encoder", "projector"):
+        slow, fast = (getattr(model.base, prefix + part) for prefix in ("momentum_", ""))
+        assert same(slow.state_dict(), fast.state_dict())
+        assert not any(p.requires_grad for p in slow.parameters())
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -516,7 +544,7 @@ def test_patch_ntxent_equals_the_papers_four_loops_at_any_chunk(tau, chunk):
     close(gradients, slow_gradients)
 
 def test_the_mask_of_three_images_is_the_literal_one():
-    """3.3: negatives of two tokens each of three images: every token of z and of z' but the image's own four."""
+    """3.3: two tokens each of three images; negatives are all tokens of z and z' but the image's own."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1],       # columns: z, then z', images 0 0 1 1 2 2
                          [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1],
                          [1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1],
@@ -542,15 +570,17 @@ def test_tokens_of_the_own_image_are_no_negatives(alike):
     B, N = 3, 4
     z = torch.eye(B * N).view(B, N, -1)
     z = z[:, :1].expand(-1, N, -1) if alike else z
-    assert patch_ntxent(z, z, 0.3).item() == pytest.approx(math.log(1 + 2 * N * (B - 1) * math.exp(-1 / 0.3)), rel=1e-5)
+    wanted = math.log(1 + 2 * N * (B - 1) * math.exp(-1 / 0.3))
+    assert patch_ntxent(z, z, 0.3).item() == pytest.approx(wanted, rel=1e-5)
 
 def test_tokens_of_both_views_are_negatives():
     """3.3: sums over z_mn and over z'_mn; with only one of them these closed forms fail."""
     tau, N, (e0, e1) = 0.3, 4, torch.eye(2)
     hot, z = math.exp(1 / tau), lambda *images: torch.stack([image.expand(N, -1) for image in images])
-    first = math.log(1 + N * (1 + hot) / hot)                        # anchor e0, positive e0, negatives e0 and e1
-    assert patch_ntxent(z(e0, e1), z(e0, e0), tau).item() == pytest.approx((first + math.log(1 + 2 * N)) / 2)
-    assert patch_ntxent(z(e0, e0), z(e0, e1), tau).item() == pytest.approx((first + math.log(1 + 2 * N * hot)) / 2)
+    first = math.log(1 + N * (1 + hot) / hot)                  # anchor e0, positive e0, negatives e0 and e1
+    for pair, second in (((z(e0, e1), z(e0, e0)), 1), ((z(e0, e0), z(e0, e1)), hot)):
+        wanted = (first + math.log(1 + 2 * N * second)) / 2
+        assert patch_ntxent(*pair, tau).item() == pytest.approx(wanted)
 
 def test_patch_ntxent_does_not_overflow_and_stays_in_fp32():
     """3.3 at tau = 1e-3, where exp(1000) is infinite; and under bf16 autocast the value is that of fp32."""
@@ -575,7 +605,7 @@ def test_patch_ntxent_refuses_what_has_no_meaning(shapes, options, message):
 # ------------------------------------------------------------------------------------------------------------
 # Ranks: 2 and 4 gloo ranks = one process
 def rank_model():
-    """SER without BatchNorm, whose statistics are a rank's own on gloo; layer 2 sees [CLS], layer 1 does not."""
+    """SER without BatchNorm, whose statistics are a rank's own on gloo; layer 2 sees [CLS], 1 does not."""
     cfg, model = toy_model(batch_size=16, equiv_layers=(1, 2))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.BatchNorm1d):
@@ -585,7 +615,8 @@ def rank_model():
 def rank_results(rank, ranks):
     """What rank `rank` of `ranks` finds: losses of its rows, their gradients, and DDP's gradients of SER."""
     z, z_prime = (x.chunk(ranks)[rank] for x in tokens(8, 3, 6))
-    out = {chunk: value_and_gradients(lambda a, b: patch_ntxent(a, b, 0.3, chunk), z, z_prime) for chunk in (None, 2)}
+    out = {chunk: value_and_gradients(lambda a, b: patch_ntxent(a, b, 0.3, chunk), z, z_prime)
+           for chunk in (None, 2)}
     cfg, model = rank_model()
     q, k = (torch.randn(16, 6, generator=seeded(v)).chunk(ranks)[rank] for v in (7, 8))
     out["moco"] = value_and_gradients(lambda q: model.base.contrast(q, k), q)
@@ -609,8 +640,8 @@ def rank_main(rank, ranks, folder):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_equal_one_process_in_value_and_gradient(ranks, tmp_path):
-    """Eq. 3 across ranks: patch_ntxent, InfoNCE, and the whole of SER under DDP. The mean over ranks of the
-    losses is that of one process, and so is that of the gradients: none is lost in a gather, none counted twice."""
+    """Eq. 3 across ranks: patch_ntxent, InfoNCE, and the whole of SER under DDP. The mean over ranks of
+    losses and of gradients is that of one process: nothing is lost in a gather, nothing counted twice."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_ser"])   # torch is imported once for all ranks
     workers = [context.Process(target=rank_main, args=(r, ranks, str(tmp_path))) for r in range(ranks)]
@@ -618,6 +649,7 @@ def test_ranks_equal_one_process_in_value_and_gradient(ranks, tmp_path):
         worker.start()
     for worker in workers:
         worker.join(100)
+        worker.kill()   # only one that still waits for a rank that failed notices
     assert [worker.exitcode for worker in workers] == [0] * ranks
     found, one = [torch.load(tmp_path / f"{r}.pt") for r in range(ranks)], rank_results(0, 1)
     for key in (None, 2, "moco"):
@@ -634,7 +666,7 @@ def test_ranks_equal_one_process_in_value_and_gradient(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------------------
 # 6. Base method: MoCo-v3 (paper 4.1)
 def plain_head(head, x):
-    """A head of MoCo-v3 on batch statistics: linear without bias, BatchNorm, ReLU; at the end no affine, no ReLU."""
+    """MoCo-v3's head on batch statistics: linear without bias, BatchNorm, ReLU; last no affine, no ReLU."""
     linears = [m for m in head if isinstance(m, nn.Linear)]
     norms = [m for m in head if isinstance(m, nn.BatchNorm1d)]
     assert len(head) == 3 * len(linears) - 1 and norms[-1].weight is None
@@ -653,7 +685,8 @@ def plain_moco(base, views, m):
         logits = torch.einsum("nc,mc->nm", F.normalize(q, dim=1), F.normalize(k, dim=1)) / 0.2
         return F.cross_entropy(logits, torch.arange(len(q))) * (2 * 0.2)
 
-    q1, q2 = (plain_head(base.predictor, plain_head(base.projector, encode(base.encoder, view))) for view in views)
+    z1, z2 = (plain_head(base.projector, encode(base.encoder, view)) for view in views)
+    q1, q2 = plain_head(base.predictor, z1), plain_head(base.predictor, z2)
     with torch.no_grad():
         for fast, slow in ((base.encoder, base.momentum_encoder), (base.projector, base.momentum_projector)):
             for p, p_slow in zip(fast.parameters(), slow.parameters()):
@@ -666,8 +699,8 @@ def online(base):
 
 @pytest.mark.parametrize("ratio, cls_layer", [(0.0, 0), (0.5, 1)])
 def test_ratio_0_and_cls_layer_0_are_moco_v3_step_for_step(ratio, cls_layer):
-    """4.1: value and gradient over three steps against a transcription of MoCo-v3, order of the momentum update
-    included. With b2, the invariance loss is MoCo-v3's on b1 and b2 together."""
+    """4.1: value and gradient over three steps against a transcription of MoCo-v3, with its order of the
+    momentum update. With b2, the invariance loss is MoCo-v3's on b1 and b2 together."""
     cfg, model = toy_model(ratio=ratio, cls_layer=cls_layer, moco_momentum=0.5, weight=0.0)
     reference = copy.deepcopy(model.base)
     for step in range(3):
@@ -688,9 +721,10 @@ def test_ratio_0_and_cls_layer_0_are_moco_v3_step_for_step(ratio, cls_layer):
 def test_the_momentum_branch_moves_on_a_cosine_and_gets_no_gradient():
     """4.1: m rises from .99 to 1; at progress 0 a slow weight keeps 99% of itself."""
     cfg, model = toy_model()
-    slow, fast = (copy.deepcopy(list(part.parameters())) for part in (model.base.momentum_encoder, model.base.encoder))
+    slow, fast = model.base.momentum_encoder, model.base.encoder
+    slow_before = copy.deepcopy(slow)
     model.base.update(0.0)
-    for before, p, after in zip(slow, fast, model.base.momentum_encoder.parameters()):
+    for before, p, after in zip(slow_before.parameters(), fast.parameters(), slow.parameters()):
         close(after, 0.99 * before + 0.01 * p, 1e-6)
     for progress, m in ((0, 0.99), (0.5, 0.995), (1, 1.0)):
         model.base.update(progress)
@@ -704,19 +738,21 @@ def test_the_momentum_branch_moves_on_a_cosine_and_gets_no_gradient():
 # 7. SER (Algorithm 1)
 @pytest.mark.parametrize("layers, cls_layer", [((1,), 1), ((2,), 0), ((1, 2, 3), 2)])
 def test_the_equivariance_term_is_algorithm_1_line_by_line(layers, cls_layer):
-    """Algorithm 1: a pass per image, g = g2 g1^-1, align the first map, then LayerNorm and the GELU projector, four
-    loops; averaged over layers, each with its own head. The grids of the two views differ, so that aligning
-    after projecting, or the other way round, gives another value."""
-    cfg, model = toy_model(equiv_layers=layers, cls_layer=cls_layer, image_size=24, batch_size=6)
-    batch, terms = ser.make_views(*toy_images(cfg), cfg, 0, 0, 1), []
-    g1, g2 = batch.geometry
-    assert g1.grid != g2.grid and len(set(relative(g2, g1).turns.tolist())) > 1
+    """Algorithm 1: a pass per image, g = g2 g1^-1, align the first map, LayerNorm and GELU projector, four
+    loops; averaged over layers, each with its own head. The grids of the two views differ, so that projecting
+    before aligning, or aligning the other view, gives another value."""
+    cfg, model = toy_model(equiv_layers=layers, cls_layer=cls_layer, batch_size=6, temperature=0.02)
+    for step in range(100):   # until the grids differ and some g is not its own inverse
+        batch, terms = ser.make_views(*toy_images(cfg), cfg, step, 0, 1), []
+        (g1, g2), g = batch.geometry, relative(batch.geometry[1], batch.geometry[0])
+        if g1.grid != g2.grid and (~g.flip & (g.turns % 2 == 1)).any():
+            break
     for layer in layers:
         norm, first, _, second = model.heads[str(layer)]
         z, z_prime = [], []
         for i in range(3):
-            h1, h2 = (plain_vit(model.base.encoder, view[1][i:i + 1])[layer][:, -g.grid[0] * g.grid[1]:]
-                      for view, g in zip(batch.views, (g1, g2)))
+            h1, h2 = (plain_vit(model.base.encoder, view[1][i:i + 1])[layer][:, -H * W:]
+                      for view, (H, W) in zip(batch.views, (g1.grid, g2.grid)))
             flip = bool(g1.flip[i]) != bool(g2.flip[i])
             turns = int(g2.turns[i] + (g1.turns[i] if flip else -g1.turns[i])) % 4
             aligned = slow_rho(element(flip, turns, g2.grid), h1.mT.unflatten(2, g1.grid)).flatten(2).mT
@@ -724,9 +760,9 @@ def test_the_equivariance_term_is_algorithm_1_line_by_line(layers, cls_layer):
                 h = F.layer_norm(h, (16,), norm.weight, norm.bias)
                 tokens_of.append(F.gelu(h @ first.weight.T) @ second.weight.T)
         assert z[0].shape[-1] == 512
-        terms.append(slow_ntxent(torch.cat(z), torch.cat(z_prime), cfg.temperature))
+        terms.append(slow_ntxent(torch.cat(z).detach(), torch.cat(z_prime).detach(), cfg.temperature))
     losses = model(batch)
-    close(losses["equiv"], sum(terms) / len(layers), 1e-4)
+    close(losses["equiv"], sum(terms) / len(layers), 1e-5)
     close(losses["loss"], losses["inv"] + cfg.weight * losses["equiv"])
 
 def test_every_trainable_parameter_gets_a_gradient():
@@ -738,8 +774,8 @@ def test_every_trainable_parameter_gets_a_gradient():
 
 @pytest.mark.parametrize("layer, cls_layer", [(1, 1), (2, 2), (2, 1), (3, 0)])
 def test_the_equivariance_term_alone_reaches_its_layer_and_nothing_after(layer, cls_layer):
-    """3.1, soft equivariance at f1: projector, LayerNorm and blocks up to the layer have a gradient, later blocks,
-    the final LayerNorm, and a [CLS] that enters later have none. Any base method plugs in."""
+    """3.1, soft equivariance at f1: projector, LayerNorm and blocks up to the layer have a gradient; later
+    blocks, the final LayerNorm, and a [CLS] that enters later have none. Any base method plugs in."""
     cfg, encoder = Config(**TOY), toy_vit(depth=3, cls_layer=cls_layer)
     model = ser.SER(Nothing(encoder), (layer,), 0.5, 0.3)
     model(ser.make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
@@ -751,7 +787,7 @@ def test_the_equivariance_term_alone_reaches_its_layer_and_nothing_after(layer, 
     assert reached == heads | blocks | ({"base.encoder.cls_token"} if cls_layer < layer else set())
 
 def test_both_sides_of_the_equivariance_term_carry_their_gradient():
-    """3.3: z and z' are online features; a finite difference along a random direction of all weights agrees."""
+    """3.3: z and z' are online features; a finite difference along a random direction agrees."""
     cfg, encoder = Config(**TOY), toy_vit(depth=3, cls_layer=1)
     model = ser.SER(Nothing(encoder), (1,), 1.0, 0.3)
     batch = ser.make_views(*toy_images(cfg), cfg, 0, 0, 1)
@@ -768,7 +804,7 @@ def test_both_sides_of_the_equivariance_term_carry_their_gradient():
     assert (values[0] - values[1]) / 4e-3 == pytest.approx(slope, rel=0.03)
 
 def test_weight_0_is_the_control_that_differs_in_nothing_else():
-    """Eq. 3 with lambda = 0: the term is computed, its heads get gradients of zero, the rest those of L_inv."""
+    """Eq. 3, lambda = 0: the term is computed, its heads get gradients of zero, the rest those of L_inv."""
     gradients = {}
     for weight, ratio in ((0.0, 0.5), (0.7, 0.5)):
         cfg, model = toy_model(weight=weight, ratio=ratio)
@@ -777,12 +813,12 @@ def test_weight_0_is_the_control_that_differs_in_nothing_else():
         gradients[weight] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         close(losses["loss"], losses["inv"] + weight * losses["equiv"])
     for name, control in gradients[0.0].items():
-        after = name.startswith(("base.encoder.blocks.1", "base.encoder.blocks.2", "base.pr", "base.encoder.norm"))
+        after = re.match(r"base\.(pro|pre|encoder\.(blocks\.[12]|norm|cls))", name) is not None
         assert control is not None and (not name.startswith("heads.") or control.eq(0).all())
         assert after == torch.allclose(control, gradients[0.7][name], atol=1e-7), name
 
 def test_diagnostics_have_their_stated_end_points():
-    """Metrics of the log: retrieval 1 for equal, 1/BN for one distinct pair; spread 0 if collapsed; chance levels."""
+    """Metrics of the log: retrieval 1 for equal tokens, spread 0 if collapsed, chance in closed form."""
     z, _ = tokens(3, 5, 8)
     assert ser.retrieval(z, 2 * z) == 1 and ser.retrieval(z, z.flip(0)).item() == pytest.approx(1 / 3)
     cfg, model = toy_model()
@@ -800,10 +836,10 @@ def meta_model(**settings):
     with torch.device("meta"):
         return ser.build(Config(**settings)).eval()
 
-def macs(function, *shapes):
+def macs(function, *shapes, device="meta"):
     """Multiply-adds of a forward pass, by torch's own counter."""
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        function(*(torch.empty(shape, device="meta") for shape in shapes))
+        function(*(torch.ones(shape, device=device) for shape in shapes))
     return counter.get_total_flops() // 2
 
 def test_parameter_counts_are_the_papers():
@@ -814,9 +850,9 @@ def test_parameter_counts_are_the_papers():
     assert [round((n + 75_648) / 1e6, 2) for n in count] == [42.89, 43.35]
 
 def test_multiply_adds_are_the_papers():
-    """Table "Computation overhead": 18.48 G, and 18.63 G or 1.008x with SER. Forward passes only: two online, two
-    momentum, heads. The paper's ratio needs the loss of all 24 x 196 anchors, in both directions, on each of 8
-    GPUs with 256 images; ser.py takes a rank's own 3 x 196 anchors in one direction, which costs less."""
+    """Table "Computation overhead": 18.48 G, and 18.63 G or 1.008x with SER. Forward passes only: two online,
+    two momentum, heads. The paper's ratio needs the loss of all 24 x 196 anchors, in both directions, on each
+    of 8 GPUs with 256 images; ser.py takes a rank's own 3 x 196 anchors in one direction and is cheaper."""
     per_image = []
     for settings in (dict(ratio=0.0, cls_layer=0), {}):
         model = meta_model(**settings)
@@ -824,9 +860,9 @@ def test_multiply_adds_are_the_papers():
         assert heads == 4 * 19_398_656 + 2 * 2_097_152
         per_image.append(4 * macs(lambda x: model.base.encoder([x]), (1, 3, 224, 224)) + heads)
     assert per_image == [18_475_782_144, 18_450_926_592]
-    projector = macs(model.heads["3"], (1, 3 * 196, 384))
-    all_anchors = macs(patch_ntxent, (24, 196, 512), (24, 196, 512))
-    assert projector == 3 * 196 * 458_752 and all_anchors == (24 * 196) * (2 * 24 * 196) * 512
+    projector, shape = macs(model.heads["3"], (1, 3 * 196, 384)), (3, 4, 5)
+    assert projector == 3 * 196 * 458_752 and macs(patch_ntxent, shape, shape, device="cpu") == 12 * 24 * 5
+    all_anchors = (24 * 196) * (2 * 24 * 196) * 512
     paper = per_image[1] + (2 * projector + 2 * all_anchors) / 256
     assert round(paper / 1e9, 2) == 18.63 and round(paper / per_image[0], 3) == 1.008
     assert (per_image[1] + (2 * projector + all_anchors / 8) / 256) / per_image[0] < 1
@@ -845,9 +881,10 @@ def folder(tmp_path_factory):
         picture(seed=i).save(path / f"{i:02}.png")
     return path
 
-@pytest.mark.parametrize("layout", ["{i}.jpg", "class{i}/a/{i}.PNG", "train/class{i}/{i}.JPEG", "train/{i}.webp"])
+@pytest.mark.parametrize("layout", [
+    "{i}.jpg", "class{i}/a/{i}.PNG", "train/class{i}/{i}.JPEG", "train/{i}.webp"])
 def test_any_tree_of_images_is_a_data_set(layout, tmp_path):
-    """Data: flat or nested, with or without train/; labels, hidden text files and val/ play no part beside train/."""
+    """Data: flat or nested, with or without train/; other files play no part, nor val/ beside train/."""
     for i in range(3):
         path = tmp_path / layout.format(i=i)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -858,18 +895,19 @@ def test_any_tree_of_images_is_a_data_set(layout, tmp_path):
         (tmp_path / "val/held_out.jpg").touch()
     assert ser.list_images(str(tmp_path)) == [str(tmp_path / layout.format(i=i)) for i in range(3)]
 
-@pytest.mark.parametrize("kind, tolerance", [("png.JPEG", 0), ("cmyk.JPEG", 12), ("gray.JPEG", 2), ("exif.JPEG", 2),
-                                             ("palette.png", 0), ("alpha.png", 0), ("exif.png", 0), ("plain.jpg", 2)])
+@pytest.mark.parametrize("kind, tolerance", [
+    ("png.JPEG", 0), ("cmyk.JPEG", 12), ("gray.JPEG", 2), ("exif.JPEG", 2), ("palette.png", 0),
+    ("alpha.png", 0), ("exif.png", 0), ("plain.jpg", 2)])
 def test_imagenets_odd_files_decode_as_pillow_shows_them(kind, tolerance, tmp_path):
-    """Data: a PNG named .JPEG, CMYK and gray JPEGs, EXIF orientation, palettes; (3, h, w) uint8 RGB, upright."""
-    path, image = tmp_path / kind, picture((48, 32))
-    image = image.convert({"cmyk": "CMYK", "gray": "L", "palette": "P", "alpha": "RGBA"}.get(kind.split(".")[0], "RGB"))
-    exif = Image.Exif()
+    """Data: a PNG named .JPEG, CMYK and gray JPEGs, EXIF, palettes become (3, h, w) uint8 RGB, upright."""
+    path, modes = tmp_path / kind, {"cmyk": "CMYK", "gray": "L", "palette": "P", "alpha": "RGBA"}
+    image, exif = picture((48, 32)).convert(modes.get(kind.split(".")[0], "RGB")), Image.Exif()
+    upright = image.convert("RGB")
     if kind.startswith("exif"):
         exif[0x0112] = 6                                                 # the camera was turned by a quarter
-    image.save(path, format="PNG" if "png" in kind else "JPEG", exif=exif, **({} if "png" in kind else {"quality": 95}))
+        upright = upright.transpose(Image.Transpose.ROTATE_270)
+    image.save(path, format="PNG" if "png" in kind else "JPEG", exif=exif, quality=95)
     ours = ser.read_image(str(path))
-    upright = image.convert("RGB").transpose(Image.Transpose.ROTATE_270) if kind.startswith("exif") else image.convert("RGB")
     with Image.open(path) as file:
         pillow = TF.pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
     assert ours.dtype == torch.uint8 and ours.shape == pillow.shape == (3, upright.height, upright.width)
@@ -877,7 +915,7 @@ def test_imagenets_odd_files_decode_as_pillow_shows_them(kind, tolerance, tmp_pa
     assert (ours.int() - TF.pil_to_tensor(upright).int()).abs().float().mean() < 8
 
 def test_a_broken_file_is_replaced_by_its_neighbour_and_named(tmp_path):
-    """Data: cut short, empty, not an image; the draws stay those of the key, and the last one's neighbour is the first."""
+    """Data: cut short, empty, no image; the draws stay those of the key; after the last comes the first."""
     for i in range(5):
         picture(seed=i).save(tmp_path / f"{i}.jpg")
     whole = (tmp_path / "1.jpg").read_bytes()
@@ -885,21 +923,23 @@ def test_a_broken_file_is_replaced_by_its_neighbour_and_named(tmp_path):
     (tmp_path / "2.jpg").write_bytes(b"")
     (tmp_path / "4.jpg").write_text("no image")
     views = ser.Views(ser.list_images(str(tmp_path)), Config(**TOY))
+    blank = torch.zeros(5, 3, 9, 9, dtype=torch.uint8)
     for index, neighbour in ((1, 3), (2, 3), (4, 0)):
         images, draws, broken = views[0, index, True]
         good, _, none = views[0, neighbour, True]
         assert torch.equal(images, good) and f"{index}.jpg" in broken and none == ""
-        assert torch.equal(draws, ser.Views(torch.zeros(5, 3, 9, 9, dtype=torch.uint8), views.cfg)[0, index, True][1])
+        assert torch.equal(draws, ser.Views(blank, views.cfg)[0, index, True][1])
 
 def test_draws_depend_on_seed_epoch_and_index_alone():
-    """Views: whatever was drawn before, in whatever order or worker; and different for any other key or seed."""
+    """Views: whatever was drawn before, in whatever order or worker; different for another key or seed."""
     cfg, images = Config(**TOY), (smooth(6, 32) * 255).to(torch.uint8)
     views = ser.Views(images, cfg)
     state, first = torch.get_rng_state(), views[1, 2, False]
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(7), views[0, 3, False]
     assert all(torch.equal(a, b) for a, b in zip(first[:2], views[1, 2, False][:2]))
-    others = [views[2, 2, False], views[1, 3, False], ser.Views(images, dataclasses.replace(cfg, seed=1))[1, 2, False]]
+    seed_1 = ser.Views(images, dataclasses.replace(cfg, seed=1))
+    others = [views[2, 2, False], views[1, 3, False], seed_1[1, 2, False]]
     assert not any(torch.equal(first[1], o[1]) or torch.equal(first[0], o[0]) for o in others)
     assert not torch.equal(first[1][0], first[1][1]) and not torch.equal(first[0][0], first[0][1])
     keys = [[(0, 1, False), (0, 2, True)], [(0, 5, False), (1, 1, True)], [(1, 0, False), (1, 4, True)]]
@@ -908,16 +948,17 @@ def test_draws_depend_on_seed_epoch_and_index_alone():
         assert torch.equal(here[0], there[0]) and torch.equal(here[1], there[1])
 
 def test_b1_gets_two_crops_and_b2_the_whole_image():
-    """3.2: crops of the stated area and aspect, half of them flipped; crop disabled for b2. The image is a ramp of
-    columns in red and of rows in green, so that a crop shows where it lies."""
-    ramp = torch.arange(0, 256, 2, dtype=torch.uint8)
-    image = torch.stack([ramp.expand(128, -1), ramp[:, None].expand(-1, 128), torch.zeros(128, 128, dtype=torch.uint8)])
+    """3.2: crops of the stated area and aspect, half of them flipped; crop disabled for b2. The image is a
+    ramp of columns in red and of rows in green, so that a crop shows where it lies."""
+    ramp = torch.arange(0, 256, 2, dtype=torch.uint8).expand(128, -1)
+    image = torch.stack([ramp, ramp.T, torch.zeros_like(ramp)])
     views = ser.Views(image.expand(200, -1, -1, -1), Config(**{**TOY, "crop_min": 0.2}))
-    found = torch.stack([views[0, i, False][0] for i in range(200)]).flatten(0, 1).int()     # (400, 3, 16, 16)
+    found = torch.cat([views[0, i, False][0] for i in range(200)]).int()                # (400, 3, 16, 16)
     red, green = found[:, 0, 8], found[:, 1, :, 8]
     width, height = ((x[:, 15] - x[:, 0]) / 2 * 16 / 15 for x in (red, green))
     area, aspect = width.abs() * height / 128 ** 2, width.abs() / height
-    assert 0.18 < area.min() < 0.3 and 0.9 < area.max() < 1.02 and abs(area.mean() - 0.6) < 0.07
+    # Uniform in [0.2, 1] would have mean 0.6; torchvision redraws what does not fit, large areas above all: 0.54.
+    assert 0.18 < area.min() < 0.3 and 0.9 < area.max() < 1.02 and abs(area.mean() - 0.54) < 0.05
     assert 0.68 < aspect.min() < 0.85 and 1.2 < aspect.max() < 1.45
     assert 0.4 < (width < 0).float().mean() < 0.6
     whole = ser.resize(image[None], (16, 16))[0]
@@ -925,8 +966,8 @@ def test_b1_gets_two_crops_and_b2_the_whole_image():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_an_epoch_takes_each_image_once_over_the_ranks_and_resumes_where_it_was(ranks):
-    """Sampler: 43 images in batches of 8 are 5 steps an epoch; b2 is the end of a rank's batch; the batch of a step
-    is that of one process, whatever the ranks; a run resumed at any step continues the order."""
+    """Sampler: 43 images in batches of 8 are 5 steps an epoch; b2 is the end of a rank's batch; a step takes
+    the images that one process takes, whatever the ranks; a run resumed at any step continues the order."""
     cfg = Config(**TOY)
     runs = [list(ser.batch_keys(43, cfg, 0, 15, rank, ranks)) for rank in range(ranks)]
     alone = list(ser.batch_keys(43, cfg, 0, 15, 0, 1))
@@ -934,9 +975,8 @@ def test_an_epoch_takes_each_image_once_over_the_ranks_and_resumes_where_it_was(
         taken = [key for run in runs for batch in run[5 * epoch:5 * epoch + 5] for key in batch]
         assert {e for e, _, _ in taken} == {epoch} and len(taken) == len({i for _, i, _ in taken}) == 40
     for step in range(15):
-        batches = [run[step] for run in runs]
-        b1 = (8 - 8 // 2) // ranks
-        assert all([b2 for _, _, b2 in batch] == [False] * b1 + [True] * (8 // ranks - b1) for batch in batches)
+        batches, b1 = [run[step] for run in runs], 4 // ranks
+        assert all([b2 for _, _, b2 in batch] == [False] * b1 + [True] * b1 for batch in batches)
         assert sorted(i for batch in batches for _, i, _ in batch) == sorted(i for _, i, _ in alone[step])
     assert [i for _, i, _ in alone[0]] != [i for _, i, _ in alone[5]]
     for start in (3, 5, 11):
@@ -946,7 +986,8 @@ def test_drawn_images_are_the_same_everywhere():
     """Embedded default: deterministic, eight classes in equal parts, other images for another seed."""
     state = torch.get_rng_state()
     (images, labels), (again, _), (other, _) = (ser.draw_images(64, 32, seed) for seed in (0, 0, 1))
-    assert torch.equal(images, again) and not torch.equal(images, other) and torch.equal(state, torch.get_rng_state())
+    assert torch.equal(images, again) and not torch.equal(images, other)
+    assert torch.equal(state, torch.get_rng_state())
     assert images.shape == (64, 3, 32, 32) and images.dtype == torch.uint8
     assert torch.bincount(labels).tolist() == [8] * 8 and images.float().flatten(1).std(1).min() > 5
 
@@ -965,16 +1006,8 @@ def records(out):
 
 def steps(out):
     """step -> its losses and gradient norms: what a resumed run has to repeat bit for bit."""
-    return {r["step"]: {k: r[k] for k in ("loss", "inv", "equiv", "lr", "momentum", "grad_encoder", "grad_equiv")}
-            for r in records(out) if "step" in r}
-
-def same(a, b):
-    """Equal to the last bit, through dicts and lists."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    names = ("loss", "inv", "equiv", "lr", "momentum", "grad_encoder", "grad_equiv")
+    return {r["step"]: [r[name] for name in names] for r in records(out) if "step" in r}
 
 def same_run(a, b):
     """The checkpoints of two runs agree in weights, buffers, momentum branch, optimizer and step."""
@@ -991,7 +1024,7 @@ def signals_stay_pytests():
 
 @pytest.fixture(scope="session")
 def whole_run(folder, tmp_path_factory):
-    """The output of an uninterrupted run of 120 steps."""
+    """The output of an uninterrupted run of 70 steps."""
     out = tmp_path_factory.mktemp("whole")
     ser.train(Config(**{**TOY, "data": str(folder), "out": str(out)}))
     return out
@@ -1005,42 +1038,43 @@ def test_schedules_have_their_stated_end_points():
     assert ser.learning_rate(Config(warmup_epochs=0), 0) == Config().lr
 
 def test_the_log_holds_what_a_person_decides_by(whole_run, folder):
-    """Training: the whole setting first, then a record per log step, by the schedules of that step; and the picture."""
+    """Training: the whole setting first, then a record per log step, by that step's schedules; a picture."""
     setting, *rest = records(whole_run)
-    assert setting["config"]["tau" if "tau" in setting["config"] else "temperature"] == 0.3
-    assert {"command", "config", "trainable", "lr", "torch", "torchvision", "device", "images"} <= set(setting)
-    assert (setting["images"], setting["b2"], setting["steps"]) == (40, 4, 120)
-    assert [r["step"] for r in rest] == list(range(1, 121))
+    assert {"command", "trainable", "lr", "torch", "torchvision", "device"} <= set(setting)
+    assert setting["config"]["temperature"] == 0.3 and setting["config"]["data"] == str(folder)
+    assert (setting["images"], setting["b2"], setting["steps"]) == (40, 4, 70)
+    assert [r["step"] for r in rest] == list(range(1, 71))
     for r in rest:
         assert {"loss", "inv", "equiv", "inv_chance", "inv_top1", "equiv_chance", "patch_top1", "aligned_cos",
-                "feature_std", "grad_encoder", "grad_equiv", "images_per_s", "waiting", "memory_gib"} <= set(r)
-        p = (r["step"] - 1) / 120
-        assert r["lr"] == pytest.approx(ser.learning_rate(Config(**TOY), 24 * p), rel=1e-5)
+                "feature_std", "grad_encoder", "images_per_s", "waiting", "memory_gib"} <= set(r)
+        p = (r["step"] - 1) / 70
+        assert r["lr"] == pytest.approx(ser.learning_rate(Config(**TOY), 14 * p), rel=1e-5)
         assert r["momentum"] == pytest.approx(1 - 0.01 * 0.5 * (1 + math.cos(math.pi * p)))
     assert min(r["grad_equiv"] for r in rest) > 0
     with Image.open(whole_run / "views.png") as views:
         assert views.width > views.height / 2 > 16
 
 def test_sigterm_saves_and_the_resumed_run_is_bit_for_bit_the_uninterrupted_one(whole_run, folder, tmp_path):
-    """Training: SIGTERM in the middle of a real process with loader workers; exit code 143; then the same command
-    goes on to the same weights, optimizer, momentum branch and losses."""
+    """Training: SIGTERM in the middle of a real process with loader workers; exit code 143; then the same
+    command goes on to the same weights, optimizer, momentum branch and losses."""
     settings = {**TOY, "data": folder, "out": tmp_path}
     command = [sys.executable, str(HERE / "ser.py"), *flags(**{**settings, "workers": 2})]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True,
                                env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())})
     log = tmp_path / "log.jsonl"
     while process.poll() is None and (not log.exists() or log.read_text().count("\n") < 4):
         time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)   # as a scheduler does: the loader's workers hear it too
     assert process.wait(60) == 143, process.stderr.read()
     step = ser.load_checkpoint(tmp_path / "last.pt")["step"]
-    assert 3 <= step < 120 and max(steps(tmp_path)) == step
+    assert 3 <= step < 70 and max(steps(tmp_path)) == step
     assert ser.main(flags(**settings)) == 0
     assert records(tmp_path)[step + 1]["start"] == step
     assert steps(tmp_path) == steps(whole_run) and same_run(tmp_path, whole_run)
+    assert ser.main(flags(**settings)) == 0 and same_run(tmp_path, whole_run)   # a finished run stays so
 
 def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(whole_run, folder, tmp_path, monkeypatch):
-    """Training: the third save dies half-way; the second checkpoint loads, and the run goes on from it exactly."""
+    """Training: the third save dies half-way; the second checkpoint loads; the run goes on from there."""
     settings, calls, save = {**TOY, "data": folder, "out": tmp_path}, [], torch.save
 
     def half(state, file):
@@ -1062,12 +1096,11 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint_whole(whole_run, folder,
     assert ser.main(flags(**settings)) == 0 and same_run(tmp_path, whole_run)
 
 def test_a_checkpoint_is_tensors_and_numbers_and_gives_the_encoder_back(whole_run, tmp_path):
-    """Checkpoint: loads with weights_only=True; load_encoder builds the shape it names, in eval mode, strictly."""
+    """Checkpoint: loads with weights_only=True; load_encoder builds the shape it names, strictly, in eval."""
     state = torch.load(whole_run / "last.pt", weights_only=True)
     encoder, x = ser.load_encoder(whole_run / "last.pt"), torch.randn(2, 3, 16, 16)
     assert not encoder.training and encoder.shape == state["shape"] and encoder.cls_layer == 1
-    weights = {k.removeprefix("base.encoder."): v for k, v in state["model"].items() if k.startswith("base.encoder.")}
-    assert same(dict(encoder.state_dict()), weights)
+    assert all(torch.equal(v, state["model"]["base.encoder." + k]) for k, v in encoder.state_dict().items())
     close(encoder([x])[0].cls, plain_cls(encoder, x), 1e-4)
     name = "base.encoder.blocks.2.mlp.fc2.bias"
     for change in ({name: None}, {name: torch.zeros(3)}, {"base.encoder.blocks.9.extra": torch.zeros(3)}):
@@ -1076,7 +1109,8 @@ def test_a_checkpoint_is_tensors_and_numbers_and_gives_the_encoder_back(whole_ru
         with pytest.raises(UserError, match="other.pt"):
             ser.load_encoder(tmp_path / "other.pt")
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(folder, tmp_path, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+        folder, tmp_path, monkeypatch, capsys):
     """Training: NaN at step 8 is seen at 9, before that step is saved; last.pt is from step 6 and finite."""
     calls, loss = [], ser.patch_ntxent
 
@@ -1085,36 +1119,50 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
         return loss(*args) * (math.nan if len(calls) == 8 else 1)
 
     monkeypatch.setattr(ser, "patch_ntxent", spoiled)
-    assert ser.main(flags(**{**TOY, "data": folder, "out": tmp_path, "log_every": 50, "save_every": 3})) == 2
+    settings = {**TOY, "data": folder, "out": tmp_path, "log_every": 50, "save_every": 3}
+    assert ser.main(flags(**settings)) == 2
     assert "ser.py: step 9: loss nan" in capsys.readouterr().err
     state = ser.load_checkpoint(tmp_path / "last.pt")
-    assert state["step"] == 6 and all(v.isfinite().all() for v in state["model"].values() if v.is_floating_point())
+    assert state["step"] == 6 and all(v.isfinite().all() for v in state["model"].values())
 
 @pytest.mark.parametrize("broken", [3, 4])
 def test_broken_files_are_named_once_and_counted_and_too_many_stop_the_run(broken, folder, tmp_path, capsys):
-    """Data: three are tolerated however small the run; more, and more than one in 1000, stop it with exit code 2."""
+    """Data: three are tolerated in however small a run; more, if over one in 1000, stop it with code 2."""
     images = tmp_path / "images"
     images.mkdir()
     for path in folder.iterdir():
-        (images / path.name).write_bytes(path.read_bytes() if int(path.stem) >= broken else b"\xff\xd8\xff cut short")
-    code = ser.main(flags(**{**TOY, "data": images, "out": tmp_path / "out", "epochs": 1.0, "warmup_epochs": 0.0}))
-    error, *_, last = capsys.readouterr().err, *records(tmp_path / "out")
+        content = path.read_bytes() if int(path.stem) >= broken else b"\xff\xd8\xff cut short"
+        (images / path.name).write_bytes(content)
+    out = tmp_path / "out"
+    code = ser.main(flags(**{**TOY, "data": images, "out": out, "epochs": 1.0, "warmup_epochs": 0.0}))
+    error, last = capsys.readouterr().err, records(out)[-1]
     assert code == (0 if broken == 3 else 2) and last["broken"] == broken
-    assert [error.count(f"cannot read {images}/{i:02}.png") for i in range(5)] == [1] * broken + [0] * (5 - broken)
+    named = [error.count(f"cannot read {images}/{i:02}.png") for i in range(5)]
+    assert named == [1] * broken + [0] * (5 - broken)
     assert ("cannot be read" in error.replace("cannot read", "")) == (broken == 4)
+
+@pytest.mark.parametrize("change", [dict(ratio=0.0, cls_layer=0), dict(ratio=1.0), dict(equiv_layers=(1, 3))])
+def test_the_baseline_a_batch_of_b2_alone_and_several_layers_train_too(change, folder, tmp_path):
+    """4.1 and the ablations: each is a command line; without b2 there is no equivariance term and no head."""
+    settings = {**TOY, "data": folder, "out": tmp_path, "epochs": 0.4, "warmup_epochs": 0.0, **change}
+    assert ser.main(flags(**settings)) == 0
+    setting, first, last = records(tmp_path)
+    assert setting["b2"] == 8 * settings["ratio"] and last["step"] == 2
+    assert ("equiv" in first) == (first["grad_equiv"] > 0) == (settings["ratio"] > 0)
 
 def test_torchrun_trains_on_drawn_images(tmp_path):
     """Training: two real ranks by the command of the header, report included; one log, of one run."""
-    toy = {k: v for k, v in TOY.items() if k not in ("epochs", "warmup_epochs", "batch_size")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(HERE / "ser.py"),
-               *flags(**toy, batch_size=1024, epochs=0.75, warmup_epochs=0.25, out=tmp_path)]
+    settings = {**TOY, "batch_size": 512, "ratio": 1 / 64, "epochs": 0.375, "warmup_epochs": 0.1,
+                "out": tmp_path}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(HERE / "ser.py"), *flags(**settings)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     setting, *rest = records(tmp_path)
-    assert (setting["ranks"], setting["b2"], setting["steps"], setting["images"]) == (2, 512, 3, 4096)
+    assert (setting["ranks"], setting["b2"], setting["steps"], setting["images"]) == (2, 8, 3, 4096)
     assert [r["step"] for r in rest] == [1, 2, 3]
-    assert rest[0]["inv_chance"] == pytest.approx(4 * 0.2 * math.log(1024))
-    assert {"loss", "inv", "equiv", "patch_top1", "aligned_cos", "grad_equiv", "lr", "momentum"} <= set(rest[0])
+    assert rest[0]["inv_chance"] == pytest.approx(4 * 0.2 * math.log(512))
+    assert {"loss", "inv", "equiv", "patch_top1", "aligned_cos", "grad_equiv", "lr", "momentum"} <= {*rest[0]}
     assert ser.load_checkpoint(tmp_path / "last.pt")["step"] == 3 and "rot90" in done.stdout
 
 
@@ -1126,14 +1174,14 @@ BAD = {   # settings that differ from a good command -> what the one line on std
     "an empty folder": (dict(data="{tmp}/empty"), "no image"),
     "a folder without images": (dict(data="{tmp}/text"), "no image"),
     "fewer images than a batch": (dict(batch_size=48), "40 images"),
-    "a batch the ranks cannot share": (dict(batch_size=9, WORLD_SIZE=2), "try 10"),
+    "a batch the ranks cannot share": (dict(batch_size=9, ranks=2), "try 10"),
     "fewer than two b2 images": (dict(ratio=0.1), "--ratio 0.25"),
     "an image off the patch grid": (dict(image_size=18), "try 20"),
     "heads that do not divide the width": (dict(heads=3), "heads 3"),
     "a width without position codes": (dict(dim=18), "dim 18"),
     "a [CLS] layer out of range": (dict(cls_layer=3), "cls layer 3"),
     "an equivariance layer out of range": (dict(equiv_layers=(1, 4)), "(1, 4)"),
-    "an equivariance layer 0": (dict(equiv_layers=(0,)), "(0,)"),
+    "an equivariance layer 0": (dict(equiv_layers=(0,)), "--equiv-layers 0"),
     "an unknown element": (dict(group=("rot90", "rot45")), "rot45"),
     "an unknown flag": (dict(learning_rate=1), "--learning-rate"),
     "no number": (dict(epochs="many"), "many"),
@@ -1144,12 +1192,14 @@ BAD = {   # settings that differ from a good command -> what the one line on std
     "a checkpoint of another program": (dict(out="{tmp}/other"), "last.pt"),
     "an empty checkpoint": (dict(out="{tmp}/zero"), "last.pt"),
     **{f"{name} {value}": ({name: value}, f"--{name.replace('_', '-')} {value}") for name, value in (
-        ("temperature", 0.0), ("temperature", -0.3), ("ratio", 1.5), ("ratio", -0.1), ("weight", -1.0), ("epochs", 0.0),
-        ("weight", "nan"), ("epochs", "inf"), ("batch_size", 0), ("workers", -1), ("log_every", 0), ("moco_momentum", 1.1))}}
+        ("temperature", 0.0), ("temperature", -0.3), ("ratio", 1.5), ("ratio", -0.1), ("weight", -1.0),
+        ("weight", "nan"), ("epochs", 0.0), ("epochs", "inf"), ("batch_size", 0), ("workers", -1),
+        ("log_every", 0), ("moco_momentum", 1.1))}}
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_mistake_is_answered_by_one_line_and_exit_code_2(case, whole_run, folder, tmp_path, monkeypatch, capsys):
-    """Bad input: one line on stderr, with the value and the way out; no traceback; nothing that was there is lost."""
+def test_a_mistake_is_answered_by_one_line_and_exit_code_2(
+        case, whole_run, folder, tmp_path, monkeypatch, capsys):
+    """Bad input: one line on stderr, with the value and the way out, no traceback; nothing is lost."""
     change, words = BAD[case]
     state = (whole_run / "last.pt").read_bytes()
     for name, content in (("cut", state[:len(state) // 2]), ("zero", b""), ("other", None)):
@@ -1161,26 +1211,30 @@ def test_a_mistake_is_answered_by_one_line_and_exit_code_2(case, whole_run, fold
     (tmp_path / "text/notes.txt").touch()
     fill = dict(tmp=tmp_path, images=folder, whole=whole_run)
     settings = {**TOY, "data": folder, "out": tmp_path / "out", **change}
-    if "WORLD_SIZE" in settings:
-        monkeypatch.setenv("WORLD_SIZE", str(settings.pop("WORLD_SIZE")))
+    if "ranks" in settings:
+        found = (torch.device("cpu"), 0, settings.pop("ranks"))
+        monkeypatch.setattr(ser, "setup", lambda: found)
     code = ser.main([word.format(**fill) for word in flags(**settings)])
     error = capsys.readouterr().err
     assert code == 2 and error.startswith("ser.py: ") and error.count("\n") == 1 and error.endswith("\n")
     assert words.format(**fill) in error
-    assert (whole_run / "last.pt").read_bytes() == state and (tmp_path / "cut/last.pt").stat().st_size == len(state) // 2
+    assert (whole_run / "last.pt").read_bytes() == state
+    assert (tmp_path / "cut/last.pt").stat().st_size == len(state) // 2
 
 def test_flags_and_config_agree_and_the_defaults_are_the_papers():
     """4.1: a flag per field, with the paper's main setting as default; on drawn images, a small model."""
     cfg = ser.parse(["--data", "x"])
     assert cfg == Config(data="x")
-    assert (cfg.batch_size, cfg.epochs, cfg.warmup_epochs, cfg.ratio, cfg.weight, cfg.temperature) == (2048, 100, 10, .01, .5, .3)
+    assert (cfg.batch_size, cfg.epochs, cfg.warmup_epochs) == (2048, 100, 10)
+    assert (cfg.ratio, cfg.weight, cfg.temperature) == (0.01, 0.5, 0.3)
     assert (cfg.dim, cfg.depth, cfg.patch_size, cfg.cls_layer, cfg.equiv_layers) == (384, 12, 16, 3, (3,))
-    assert (cfg.moco_temperature, cfg.moco_momentum, cfg.weight_decay, cfg.lr) == (.2, .99, .1, 2.4e-3)
+    assert (cfg.moco_temperature, cfg.moco_momentum, cfg.weight_decay, cfg.lr) == (0.2, 0.99, 0.1, 2.4e-3)
     assert ser.parse(flags(**TOY)) == Config(**{**ser.DRAWN, **TOY}) and ser.parse([]) == Config(**ser.DRAWN)
-    assert ser.parse(["--group", "hflip", "scale", "--equiv-layers", "3", "9", "--compile"]).equiv_layers == (3, 9)
+    several = ser.parse(["--group", "hflip", "scale", "--equiv-layers", "3", "9", "--compile"])
+    assert (several.group, several.equiv_layers, several.compile) == (("hflip", "scale"), (3, 9), True)
 
 def test_b2_is_r_of_the_batch_with_the_same_number_on_every_rank():
-    """3.2: 3 of 256 on each of 8 GPUs at the paper's setting; the message names a ratio and a batch that work."""
+    """3.2: 3 of 256 on each of 8 GPUs at the paper's setting; an error names a ratio and batch that work."""
     assert [Config().b2_images(ranks) for ranks in (1, 2, 4, 8)] == [20, 10, 5, 3]
     for batch, ratio, ranks in ((64, 0.01, 1), (64, 0.01, 4), (256, 0.001, 8), (30, 0.02, 1)):
         with pytest.raises(UserError) as error:
@@ -1194,8 +1248,8 @@ def test_every_command_of_the_readme_parses():
     if not (HERE / "README.md").exists():
         pytest.skip("no README.md here")
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", (HERE / "README.md").read_text(), re.M | re.S)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [m for m in (re.search(r"\b(?:python3?|torchrun)\b.*?(?<!\w)ser\.py\b([^#;|&>]*)", line) for line in lines) if m]
+    pattern = r"\b(?:python3?|torchrun)\b[^\n]*?(?<!\w)ser\.py\b([^\n#;|&>`]*)"
+    commands = re.findall(pattern, "\n".join(blocks).replace("\\\n", " "))
     assert len(commands) >= 5
     for command in commands:
-        ser.parse(shlex.split(command[1]))
+        ser.parse(shlex.split(command))
