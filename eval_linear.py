@@ -7,12 +7,11 @@ the nearest training images tells them, from the last [CLS] alone, without any t
     python eval_linear.py --data /imagenet --knn              k-NN alone: minutes
     python eval_linear.py --data /imagenet --cache            k-NN, and heads on features of one crop: minutes
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt \\
-        --test v2=/imagenet-v2 --test r=/imagenet-r           the paper's protocol, and two shifted test sets
+        --test v2=/imagenet-v2 r=/imagenet-r                  the paper's protocol, and two shifted test sets
 
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., with names of those classes.
 A whole learning-rate sweep costs one training: the features of a batch feed all heads in one product.
 The table on screen is also written as JSON beside the checkpoint; an interrupted linear run resumes.
-
 1 Settings, 2 Images, 3 Features, 4 Linear heads, 5 k-NN and equivariance, 6 Evaluation, 7 Command line.
 Axes: B images, R learning rates, C classes, F feature width, D encoder width.
 """
@@ -40,21 +39,19 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from tqdm import tqdm
 
+import ser
 from ser import (INF, MEAN, STD, TINY, Config, UserError, ViT, build, draw_images, leave_signals, list_images,
-                 load_checkpoint, load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho,
-                 rng, sample_geometry, setting, setup)
-
+                 load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho, rng,
+                 sample_geometry, setting, setup)
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Settings: the protocol of 4.1, and what the release adds to it
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """All settings of an evaluation. Without --data, those of DRAWN take the place of the defaults."""
-
     data: str = setting("", 0, 0, "folder with train/CLASS/... and val/CLASS/...; none: drawn images")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run of ser.py")
-    test: tuple[str, ...] = setting((), 0, 0, "NAME=DIR, a further test set DIR/CLASS/...; repeatable")
-    all_classes: bool = setting(False, 0, 1, "score test sets with fewer classes among all training classes")
+    test: tuple[str, ...] = setting(("",), 0, 0, "NAME=DIR ..., further test sets DIR/CLASS/...; repeatable")
     knn: bool = setting(False, 0, 1, "k-NN alone, no training (with --cache: both)")
     cache: bool = setting(False, 0, 1, "no augmentation: features of the centre crops, extracted once")
     random_init: bool = setting(False, 0, 1, "the untrained encoder the run began with, not the trained one")
@@ -65,57 +62,18 @@ class Settings:
     select_split: float = setting(0.0, 0, 0.9, "share of train to choose the rate on; 0: on val")
     epochs: int = setting(50, 1, INF, "passes over the training images (paper: 50)")
     batch_size: int = setting(1024, 1, INF, "images per step, over all ranks")
-    seed: int = setting(0, 0, INF, "seed of heads, order, crops and split")
+    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of heads, order, crops and split")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the evaluating process loads")
     out: str = setting("", 0, 0, "file of the result; none: eval.json beside the checkpoint, -knn.json, ...")
 
     @property
-    def trains(self) -> bool:
-        """Linear heads: unless only k-NN is asked for."""
-        return self.cache or not self.knn
-
-    @property
-    def votes(self) -> bool:
-        """k-NN: when asked for, and with a cache, where it is free."""
-        return self.cache or self.knn
-
-    @property
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
-        kind = "-cache" if self.cache else "-knn" if self.knn else ""
+        kind = "-cache" * self.cache or "-knn" * self.knn
         name = f"eval{kind}{'-random-init' * self.random_init}.json"
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
-# The same protocol at a size for drawn images and two CPU cores.
-DRAWN = dict(epochs=10, batch_size=64, workers=0)
-
-def check(cfg: Settings) -> None:
-    """Raise UserError for a number outside its range, or a test set that is not NAME=DIR."""
-    for f in dataclasses.fields(cfg):
-        least, most, value = f.metadata["least"], f.metadata["most"], getattr(cfg, f.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            require(not isinstance(number, (int, float)) or (least <= number <= most and number < INF),
-                    f"--{f.name.replace('_', '-')} {number} must lie between {least:g} and {most:g}")
-    names = [test.partition("=")[0] for test in cfg.test]
-    for test, name in zip(cfg.test, names):
-        require(name != "" and test.partition("=")[2] != "", f"--test {test} must be NAME=DIR")
-        require(names.count(name) == 1 and name not in ("train", "held-out", "val"),
-                f"--test {test}: the name {name} is taken, choose another")
-
-def everywhere(call: Callable[[], Any]) -> Any:
-    """The result of `call` on rank 0, for all ranks. What goes wrong there is a UserError on every rank, so
-    that all stop together."""
-    shared = [None, ""]
-    if ranks_and_rank()[1] == 0:
-        try:
-            shared[0] = call()
-        except (OSError, UserError) as e:
-            shared[1] = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e)
-    if dist.is_initialized():
-        dist.broadcast_object_list(shared)
-    require(not shared[1], shared[1])
-    return shared[0]
-
+DRAWN = dict(epochs=10, batch_size=64, workers=0)   # the same protocol for drawn images and two CPU cores
 
 # ------------------------------------------------------------------------------------------------------------
 # 2. Images: class folders, crops, and the order of training
@@ -125,62 +83,53 @@ class Split(NamedTuple):
     labels: Tensor                   # (n,) int64, the place of the class in the sorted training classes
     among: list[int]                 # the classes it is scored among
 
-DRAWN_SETS = ((2048, 101), (1000, 102))   # number and seed of train and val: not those a run of ser.py draws
+DRAWN_SETS = (("train", 2048, 101), ("val", 1000, 102))   # number of images, and a seed ser.py does not use
 Key = tuple[int | None, int]         # (epoch, index); epoch None: the centre crop
-TEXTURES = ("stripes", "checks", "dots", "rings", "rays", "waves", "nets", "blobs")   # of draw_images
 
-def class_folders(root: str, flag: str) -> dict[str, list[str]]:
-    """Class name -> its images, sorted. Raises UserError if there is no class folder, or one is empty."""
-    require(os.path.isdir(root), f"{flag} {root}: no such folder")
-    names = sorted(item.name for item in os.scandir(root) if item.is_dir() and not item.name.startswith("."))
-    require(len(names) > 0, f"{flag} {root}: no class folders in it; images lie in {root}/CLASS/")
-    return {name: list_images(os.path.join(root, name)) for name in names}
+def class_folders(name: str, root: str) -> dict[str, list[str]]:
+    """Class -> its images, both sorted. Raises UserError if there is no class folder, or one is empty."""
+    found = [item for item in os.scandir(root) if item.is_dir()] if os.path.isdir(root) else []
+    classes = sorted(item.name for item in found if not item.name.startswith("."))
+    require(len(classes) > 0, f"{name}: no such folder, or no class folders in it: {root}/CLASS/")
+    return {c: list_images(os.path.join(root, c)) for c in classes}
 
-def labelled(folders: dict[str, list[str]], classes: list[str], among: list[int]) -> Split:
-    """The images of the class folders, with the labels of the training classes of the same names."""
-    pairs = [(path, classes.index(name)) for name, paths in folders.items() for path in paths]
-    return Split([path for path, _ in pairs], torch.tensor([label for _, label in pairs]), among)
-
-def some(names: Iterable[str]) -> str:
-    """At most five names, for a sentence."""
-    names = sorted(names)
-    return " ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def labelled(folders: dict[str, list[str]], classes: list[str]) -> Split:
+    """The images of the class folders, labelled and scored by the training classes of the same names."""
+    labels = [classes.index(name) for name, paths in folders.items() for _ in paths]
+    return Split([path for paths in folders.values() for path in paths], torch.tensor(labels),
+                 [classes.index(name) for name in folders])
 
 def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
-    """The training classes, and the splits train, held-out (with select_split), val and each test set.
-
-    Raises UserError for a layout that cannot be evaluated.
-    """
+    """The training classes, and the splits train, held-out (with select_split), val and each test set. size:
+    side of drawn images. Raises UserError for a layout that cannot be evaluated."""
+    tests = [test.partition("=")[::2] for test in filter(None, cfg.test)]
     if cfg.data:
-        train, val = (class_folders(os.path.join(cfg.data, part), "--data") for part in ("train", "val"))
-        classes, every = list(train), list(range(len(train)))
+        folders = class_folders("--data", os.path.join(cfg.data, "train"))
+        classes, tests = list(folders), [("val", os.path.join(cfg.data, "val")), *tests]
         require(len(classes) > 1, f"--data {cfg.data}: only one class, {classes[0]}; a choice takes two")
-        for lacks, more in (("train lacks", val.keys() - train), ("val lacks", train.keys() - val)):
-            require(not more, f"--data {cfg.data}: {lacks} classes of the other: {some(more)}")
-        splits = {"train": labelled(train, classes, every), "val": labelled(val, classes, every)}
+        splits = {"train": labelled(folders, classes)}
     else:
-        classes, every = list(TEXTURES), list(range(8))
-        splits = {name: Split(*draw_images(n, size, seed), every)
-                  for name, (n, seed) in zip(("train", "val"), DRAWN_SETS)}
+        classes = [f"texture {i}" for i in range(8)]
+        splits = {name: Split(*draw_images(n, size, seed), list(range(8))) for name, n, seed in DRAWN_SETS}
     if cfg.select_split:
-        source, labels, _ = splits["train"]
-        order = torch.randperm(len(labels), generator=rng(cfg.seed, "split"))
-        cut = round(cfg.select_split * len(labels))
-        for name, rows in (("held-out", order[:cut].sort().values), ("train", order[cut:].sort().values)):
-            own = source[rows] if isinstance(source, Tensor) else [source[i] for i in rows.tolist()]
-            splits[name] = Split(own, labels[rows], every)
-        require(cut > 0 and len(splits["train"].labels.unique()) == len(classes),
-                f"--select-split {cfg.select_split} of {len(labels)} images leaves none to choose on, or a "
-                "class without any to learn from: change it")
-    for name, _, folder in (test.partition("=") for test in cfg.test):
-        folders = class_folders(folder, f"--test {name}")
-        strange = set(folders) - set(classes)
+        source, labels, among = splits["train"]
+        held = torch.randperm(len(labels), generator=rng(cfg.seed, "split")) < cfg.select_split * len(labels)
+        for name, mask in (("held-out", held), ("train", ~held)):
+            own = source[mask] if isinstance(source, Tensor) else [*itertools.compress(source, mask.tolist())]
+            splits[name] = Split(own, labels[mask], among)
+        require(len(labels[~held].unique()) == len(classes), f"--select-split {cfg.select_split} of "
+                f"{len(labels)} images leaves a class without any to learn from: lower it")
+    for name, folder in tests:
+        require(name != "" and folder != "", f"--test {name or '=' + folder} must be NAME=DIR")
+        require(name not in (*splits, "held-out"), f"--test {name}={folder}: {name} is taken, rename it")
+        folders = class_folders(f"{name}={folder}", folder)
+        strange, missing = (" ".join(sorted(a - b)[:5]) for a, b in (
+            (set(folders), set(classes)), (set(classes), set(folders))))
         # ImageNet-V2 numbers its folders in the order of the sorted class names; guessing would be silent.
-        hint = "; rename numbers to class names" if all(map(str.isdigit, strange)) else ""
-        require(not strange, f"--test {name}={folder}: folders that match no training class: "
-                f"{some(strange)}{hint}")
-        own = every if cfg.all_classes else [classes.index(c) for c in folders]
-        splits[name] = labelled(folders, classes, own)
+        require(not strange, f"{name}={folder}: folders that match no training class, as {strange}: give them "
+                "the names of training classes")
+        require(name != "val" or not missing, f"--data {cfg.data}: val lacks classes of train: {missing}")
+        splits[name] = labelled(folders, classes)
     return classes, splits
 
 def centre_crop(image: Tensor, size: int) -> Tensor:
@@ -193,41 +142,26 @@ def centre_crop(image: Tensor, size: int) -> Tensor:
     return image[:, top:top + size, left:left + size]
 
 class Crops(torch.utils.data.Dataset):
-    """Key (epoch, index) -> (3, S, S) uint8, label, name of a broken file or "". Epoch None: the centre crop;
-    else RandomResizedCrop and flip, with all draws from (seed, epoch, index).
-
-    # Choice: a broken image is black and has label -1: it teaches no head, is nobody's neighbour, and counts
-    as wrong where accuracy is measured, so that all encoders are measured on the same number of images.
-    """
-
+    """Key (epoch, index) -> (3, S, S) uint8 and label. Epoch None: the centre crop; else RandomResizedCrop
+    and flip, with all draws from (seed, epoch, index). A file that cannot be read: black, label -1."""
     def __init__(self, split: Split, size: int, seed: int):
         self.split, self.size, self.seed = split, size, seed
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         epoch, index = key
         item, label = self.split.source[index], int(self.split.labels[index])
         try:
             image = item if isinstance(item, Tensor) else read_image(item)
-        except Exception as error:   # decoders raise what they like; Frozen counts them
-            black = torch.zeros(3, self.size, self.size, dtype=torch.uint8)
-            return black, -1, f"{item} ({type(error).__name__})"
+        except Exception:   # decoders raise what they like; Frozen names and counts the files
+            return torch.zeros(3, self.size, self.size, dtype=torch.uint8), -1
         if epoch is None:
-            return centre_crop(image, self.size), label, ""
+            return centre_crop(image, self.size), label
         with torch.random.fork_rng(devices=[]):   # torchvision's crop takes no generator but the global one
             torch.default_generator.set_state(rng(self.seed, "eval", epoch, index).get_state())
             top, left, h, w = RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
             flip = torch.rand(()) < 0.5
         crop = resize(image[None, :, top:top + h, left:left + w], (self.size, self.size))[0]
-        return crop.flip(-1) if flip else crop, label, ""
-
-def training_keys(n: int, batch: int, seed: int, start: int, epochs: int) -> Iterator[list[Key]]:
-    """The keys of all batches from epoch `start` on. An epoch permutes the data by (seed, epoch) alone; what
-    it leaves after its last whole batch is not used."""
-    for epoch in range(start, epochs):
-        order = torch.randperm(n, generator=rng(seed, "eval order", epoch)).tolist()
-        for first in range(0, n - batch + 1, batch):
-            yield [(epoch, index) for index in order[first:first + batch]]
-
+        return crop.flip(-1) if flip else crop, label
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Features: the frozen encoder, behind one way to read images or a cache of their features
@@ -236,22 +170,15 @@ def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """uint8 images (B, 3, S, S) -> (B, blocks * D) fp32, the [CLS] of the last `blocks` blocks."""
     device = encoder.cls_token.device
     x = images.to(device, non_blocking=True).float() / 255
-    x = (x - MEAN.to(device, non_blocking=True)) / STD.to(device, non_blocking=True)
+    x = (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         return encoder.last_cls(x, blocks).float()
 
-def progress(items: Iterable, total: int, text: str, done: int = 0) -> tqdm:
-    """The bar of rank 0 around `items`."""
-    return tqdm(items, text, total, initial=done, disable=ranks_and_rank()[1] > 0, mininterval=1)
-
 class Frozen:
-    """The features of all splits. read(name, keys) encodes images as they are needed; after fill(name) it
-    takes what was extracted once. It counts the images that cannot be read.
-
-    The encoder is nearly all of the work, and the ranks share it: of every batch each encodes its own part,
-    and then all have all features. What follows is done alike everywhere: W ranks give what one gives.
-    """
-
+    """The features of all splits: read(name, keys) encodes images as they are needed, or takes what
+    table(name) extracted. The encoder is nearly all of the work, and the ranks share it: of every batch each
+    encodes its own part, and then all have all features. What follows is done alike everywhere, so that W
+    ranks give what one gives, and no image counts twice."""
     def __init__(self, encoder: ViT, blocks: int, cfg: Settings, splits: dict[str, Split]):
         self.encoder, self.blocks, self.cfg, self.splits = encoder, blocks, cfg, splits
         self.device, self.width = encoder.cls_token.device, blocks * encoder.dim
@@ -259,21 +186,19 @@ class Frozen:
         self.broken: dict[str, set[str]] = {name: set() for name in splits}
 
     def read(self, name: str, keys: Iterable[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features (B, F) and labels (B,) of each batch of keys, on the device of every rank."""
+        """Features (B, F) and labels (B,) of each batch of keys, on the device of every rank. Raises
+        UserError, on all ranks, when more than 1 in 1000 images cannot be read."""
         if name in self.tables:
             for batch in keys:
                 rows = torch.tensor([index for _, index in batch], device=self.device)
                 yield tuple(column[rows] for column in self.tables[name])
             return
-        (ranks, rank), (keys, whole) = ranks_and_rank(), itertools.tee(keys)
+        (ranks, rank), (keys, whole), split = ranks_and_rank(), itertools.tee(keys), self.splits[name]
         own = (batch[rank::ranks] or batch[:1] for batch in keys)   # a loader cannot make an empty batch
         loader = torch.utils.data.DataLoader(
-            Crops(self.splits[name], self.encoder.shape["image_size"], self.cfg.seed), batch_sampler=own,
+            Crops(split, self.encoder.shape["image_size"], self.cfg.seed), batch_sampler=own,
             num_workers=self.cfg.workers, pin_memory=self.device.type == "cuda", worker_init_fn=leave_signals)
-        for (images, y, files), batch in zip(loader, whole):
-            for file in set(filter(None, files)) - self.broken[name]:
-                tqdm.write(f"cannot read {file}: it teaches nothing, and counts as wrong", file=sys.stderr)
-                self.broken[name].add(file)
+        for (images, y), batch in zip(loader, whole):
             features = torch.zeros(len(batch), self.width, device=self.device)
             labels = torch.zeros(len(batch), dtype=torch.int64, device=self.device)
             mine = len(labels[rank::ranks])
@@ -282,34 +207,27 @@ class Frozen:
             if ranks > 1:   # a row is zero on all ranks but one: the sum is exact
                 dist.all_reduce(features)
                 dist.all_reduce(labels)
+            # Choice: an unreadable image has label -1, teaches no head, is nobody's neighbour, and counts as
+            # wrong, so that all encoders are measured on the same number of images.
+            broken, n = self.broken[name], len(split.labels)
+            broken |= {split.source[index] for (_, index), y in zip(batch, labels.tolist()) if y < 0}
+            require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of {name} cannot be "
+                    f"read, as {min(broken, default='')}: mend or remove them")
             yield features, labels
 
-    def once(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """The centre crops of a split, in order, each once; the last batch may be smaller."""
-        keys = [[(None, index) for index in rows.tolist()] for rows in
-                torch.arange(len(self.splits[name].labels)).split(self.cfg.batch_size)]
-        yield from progress(self.read(name, keys), len(keys), name)
-        self.settle(name)
-
-    def fill(self, name: str) -> None:
-        """Extract the features of a split and keep them."""
-        self.tables[name] = tuple(torch.cat(column) for column in zip(*self.once(name)))
-
-    def settle(self, name: str) -> None:
-        """Share the names of broken images. Raises UserError, on all ranks, for more than 1 in 1000."""
-        found, n = [self.broken[name]] * ranks_and_rank()[0], len(self.splits[name].labels)
-        if dist.is_initialized():
-            dist.all_gather_object(found, self.broken[name])
-        self.broken[name] = broken = set().union(*found)
-        require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of {name} cannot be read, "
-                f"as {min(broken, default='')}: mend or remove them")
-
+    def table(self, name: str) -> tuple[Tensor, Tensor]:
+        """Features (n, F) and labels (n,) of the centre crops of a split, in order, extracted once."""
+        if name not in self.tables:
+            rows = torch.arange(len(self.splits[name].labels)).split(self.cfg.batch_size)
+            keys = [[(None, index) for index in part.tolist()] for part in rows]
+            parts = list(tqdm(self.read(name, keys), name, len(keys), disable=ranks_and_rank()[1] > 0))
+            self.tables[name] = tuple(torch.cat(column) for column in zip(*parts))
+        return self.tables[name]
 
 # ------------------------------------------------------------------------------------------------------------
 # 4. Linear heads: every learning rate in one training (paper 4.1)
 class Heads(nn.Module):
     """A linear layer for each learning rate, all from the same weights N(0, .01) and biases 0."""
-
     def __init__(self, lrs: Sequence[float], classes: int, width: int, seed: int):
         super().__init__()
         first = 0.01 * torch.randn(classes, width, generator=rng(seed, "heads"))
@@ -321,143 +239,100 @@ class Heads(nn.Module):
         """(B, F) -> logits (B, R, C), in one product."""
         return F.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(1, self.bias.shape)
 
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """(B, F), (B,) -> cross-entropy of each head, (R,), a mean over the batch; label -1 adds nothing."""
-        logits = self(x)
-        every = F.cross_entropy(logits.flatten(0, 1), y.repeat_interleave(logits.shape[1]), ignore_index=-1,
-                                reduction="none")
-        return every.view(logits.shape[:2]).mean(0)
-
 def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]],
-        start: int, total: int, after: Callable[[int], None]) -> None:
-    """Train on the batches of the steps `start` to `total`; after(steps done) is called behind each.
-
+        start: int, total: int) -> Iterator[int]:
+    """Train on the batches of the steps `start` to `total`; yields the number of steps done after each.
     SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are the same:
     one optimizer with the cosine from 1 to 0, and the loss of every head times its own rate, train each head
-    as if it were alone. Nothing else joins them: no clipping, no shared parameter.
-    """
-    bar = progress(batches, total, "linear heads", start)
+    as if it were alone. Nothing else joins them: no clipping, no shared parameter."""
+    bar = tqdm(batches, "linear heads", total, initial=start, disable=ranks_and_rank()[1] > 0, mininterval=1)
     for step, (x, y) in enumerate(bar, start):
         # Paper: 4.1, cosine without warmup.
         optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))
-        losses = heads.losses(x, y)
+        logits, each = heads(x).mT, y[:, None].expand(-1, len(heads.lrs))                  # (B, C, R), (B, R)
+        losses = F.cross_entropy(logits, each, ignore_index=-1, reduction="none").mean(0)   # -1 adds nothing
         optimizer.zero_grad()
         (losses * heads.lrs).sum().backward()
         optimizer.step()
         if step % 50 == 0:
             bar.set_postfix(loss=f"{losses.min().item():.3f}")
-        after(step + 1)
-
-def percent(among: Sequence[int], top1: float, top5: float) -> dict[str, float]:
-    """Accuracies among these classes, in percent; top5 only where there are five."""
-    return {"top1": 100 * top1} | ({"top5": 100 * top5} if len(among) >= 5 else {})
+        yield step + 1
 
 @torch.no_grad()
-def accuracy(heads: Heads, batches: Iterable[tuple[Tensor, Tensor]], among: Sequence[int]) -> list[dict]:
-    """Top-1 and top-5 of each head, scored among the classes `among`; label -1 is always wrong."""
-    others = torch.ones(heads.bias.shape[1], dtype=torch.bool, device=heads.bias.device)
-    others[list(among)], counts, images = False, 0, 0
-    for x, y in batches:
-        top = heads(x).masked_fill(others, -INF).topk(min(5, len(others))).indices
-        right = top == y[:, None, None]                                                     # (B, R, 5)
-        counts, images = counts + torch.stack([right[..., 0].sum(0), right.any(-1).sum(0)]), images + len(y)
-    return [percent(among, *shares) for shares in (counts.cpu().double() / images).T.tolist()]
+def accuracy(heads: Heads, x: Tensor, y: Tensor, among: Sequence[int]) -> list[dict[str, float]]:
+    """Top-1 and top-5 of each head on (n, F), (n,), in percent, scored among the classes `among` only;
+    label -1 is wrong."""
+    others = torch.ones(heads.bias.shape[1], dtype=torch.bool, device=x.device)
+    others[list(among)], counts = False, 0
+    for part, labels in zip(x.split(1024), y.split(1024)):
+        top = heads(part).masked_fill(others, -INF).topk(min(5, len(others))).indices
+        right = top == labels[:, None, None]                                                # (B, R, 5)
+        counts = counts + torch.stack([right[..., 0].sum(0), right.any(-1).sum(0)])
+    return [{"top1": a, "top5": b} for a, b in (100 * counts.cpu().double() / len(x)).T.tolist()]
 
-def atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old file or the new one, whole."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         write(file)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
 
-def restore(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The unfinished run in `path`, if there is one. Raises UserError if it is of another evaluation."""
-    if not path.exists():
-        return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        there = state["identity"]
-    except Exception as error:   # pickle, zip, torch and the system raise their own
-        raise UserError(f"{path} is no unfinished evaluation ({type(error).__name__}): remove it") from None
-    differ = [f"{key} {there.get(key)} there, {value} here" for key, value in identity.items()
-              if there.get(key) != value]
-    require(not differ, f"{path} is an unfinished evaluation with other settings ({'; '.join(differ)}): "
-            "finish it with those, remove it, or name another --out")
-    return state
-
 def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]) -> dict[str, Any]:
-    """Train the heads, or continue; every rate's accuracy on every split but train, and the best rate."""
+    """Train the heads, or continue; every rate's accuracy on every split but train, and the best rate.
+    identity: the settings that an unfinished run must share. Raises UserError where it does not."""
     path, n = cfg.result.with_suffix(".pt"), len(frozen.splits["train"].labels)
     batch = min(cfg.batch_size, n)
     lrs, per_epoch = [rate * batch / 256 for rate in cfg.lr], n // batch
     heads = Heads(lrs, classes, frozen.width, cfg.seed).to(frozen.device)
-    optimizer, start = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9), 0
-    state = None if cfg.cache else everywhere(lambda: restore(path, identity))
-    if state:
-        heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["epoch"]
+    optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
+    start = 0 if cfg.cache else ser.resume(path, argparse.Namespace(**identity), heads, optimizer)
 
-    def after(step: int) -> None:
-        if step % per_epoch == 0 and not cfg.cache:   # cached heads train faster than they could be saved
-            frozen.settle("train")
-            if ranks_and_rank()[1] == 0:
-                atomically(path, lambda file: torch.save(
-                    {"identity": identity, "epoch": step // per_epoch, "heads": heads.state_dict(),
-                     "optimizer": optimizer.state_dict()}, file))
-
-    keys = training_keys(n, batch, cfg.seed, start, cfg.epochs)
-    fit(heads, optimizer, frozen.read("train", keys), start * per_epoch, cfg.epochs * per_epoch, after)
-    found = {name: accuracy(heads, frozen.once(name), split.among)
+    # An epoch permutes the data by (seed, epoch) alone; what its last whole batch leaves is not used.
+    keys = ([(epoch, index) for index in rows.tolist()] for epoch in range(start // per_epoch, cfg.epochs)
+            for rows in torch.randperm(n, generator=rng(cfg.seed, "eval", epoch)).split(batch)[:per_epoch])
+    for done in fit(heads, optimizer, frozen.read("train", keys), start, cfg.epochs * per_epoch):
+        if done % per_epoch == 0 and not cfg.cache and ranks_and_rank()[1] == 0:
+            write_whole(path, lambda file: torch.save(
+                {"format": "ser-1", "step": done, "config": identity, "model": heads.state_dict(),
+                 "optimizer": optimizer.state_dict()}, file))
+    found = {name: accuracy(heads, *frozen.table(name), split.among)
              for name, split in frozen.splits.items() if name != "train"}
-    rows = [{"rate": rate, "lr": lr} | {name: found[name][r] for name in found}
+    rows = [{"rate": rate, "lr": lr, **{name: found[name][r] for name in found}}
             for r, (rate, lr) in enumerate(zip(cfg.lr, lrs))]
     chosen_on = "held-out" if cfg.select_split else "val"
     return {"batch": batch, "rates": rows, "chosen_on": chosen_on,
             "best": max(rows, key=lambda row: row[chosen_on]["top1"])}
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 5. k-NN and the equivariance score
 @torch.no_grad()
-def neighbours(train: Tensor, train_labels: Tensor, test: Tensor, k: int = 20) -> Tensor:
-    """The class of each test feature, (n,), by a vote of its k nearest in train: cosine similarity s, weight
-    exp(s / .07), as DINO's. In blocks, whose similarities take 1 GB at most."""
-    train, test, found = F.normalize(train, dim=1), F.normalize(test, dim=1), []
-    for x in test.split(max(1, 2 ** 28 // len(train))):
+def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: int = 20) -> float:
+    """Share of the test features (n, D), labels (n,), whose class the k nearest in train (m, D), (m,), tell
+    by a vote: cosine similarity s, weight exp(s / .07), as DINO's; blocks of similarities of at most 1 GB."""
+    train, right = F.normalize(train, dim=1), 0
+    size = max(1, 2 ** 28 // len(train))
+    for x, y in zip(F.normalize(test, dim=1).split(size), test_labels.split(size)):
         similarity, nearest = (x @ train.T).topk(min(k, len(train)))
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)
-        found.append(votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp()).argmax(1))
-    return torch.cat(found)
-
-def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: int = 20) -> float:
-    """Share of the test features (n, D) whose label the vote of k neighbours in train (m, D) gives."""
-    return (neighbours(train, train_labels, test, k) == test_labels).double().mean().item()
+        votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
+        right += (votes.argmax(1) == y).sum().item()
+    return right / len(test)
 
 def knn_splits(frozen: Frozen) -> dict[str, dict[str, float]]:
     """k-NN of val and the test sets by the last [CLS]; the neighbours are the training images, held out or
     not, of the classes that a set is scored among."""
-    tables = {}
-    for name in frozen.splits:   # in the same order on all ranks, which share the work
-        if name not in frozen.tables:
-            frozen.fill(name)
-        features, labels = frozen.tables[name]
-        tables[name] = features[:, -frozen.encoder.dim:], labels
-    parts = [tables.pop(name) for name in ("train", "held-out") if name in tables]
-    bank, labels = (torch.cat(column) for column in zip(*parts))
+    tables = {name: frozen.table(name) for name in frozen.splits}
+    tables = {name: (features[:, -frozen.encoder.dim:], labels) for name, (features, labels) in tables.items()}
+    train = [tables.pop(name) for name in ("train", "held-out") if name in tables]
+    bank, labels = (torch.cat(column) for column in zip(*train))
     near = {name: torch.isin(labels, torch.tensor(frozen.splits[name].among).to(labels)) for name in tables}
-    return {name: {"top1": 100 * knn(bank[near[name]], labels[near[name]], *test)}
-            for name, test in tables.items()}
+    return {name: {"top1": 100 * knn(bank[near[name]], labels[near[name]], *tables[name])} for name in tables}
 
 @torch.no_grad()
 def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> tuple[float, float]:
     """The equivariance score of the tokens after block `layer`: mean cos(rho_g f(x), f(rho_g x)) (paper A.2),
     and the share of the tokens of rho_g f(x) whose most similar one among f(rho_g x) is their counterpart.
-
     images: (n, 3, S, S) normalised; element: "rot90" (90, 180 and 270 degrees in turn), "hflip" or "scale",
-    never the identity. Retrieval is among the tokens of 32 images, so that its chance is 1 / (32 H W).
-    """
+    never the identity. Retrieval is among the tokens of 32 images, so that its chance is 1 / (32 H W)."""
     sums = torch.zeros(2, dtype=torch.float64)
     for n, x in enumerate(images.split(32)):
         g = sample_geometry(len(x), encoder.grid, elements=(element,), generator=rng(element, n))
@@ -471,7 +346,7 @@ def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> tupl
 
 def report(cfg: Config, path: Path) -> None:
     """Print what a run on drawn images taught its encoder: before and after, on images it has not seen."""
-    sets, layer = [draw_images(n, cfg.image_size, seed) for n, seed in DRAWN_SETS], cfg.equiv_layers[0]
+    sets, layer = [draw_images(n, cfg.image_size, seed) for _, n, seed in DRAWN_SETS], cfg.equiv_layers[0]
     images, rows = (sets[1][0][:512].float() / 255 - MEAN) / STD, {}
     for encoder in (build(cfg).base.encoder.eval(), load_encoder(path)):
         for element in ("rot90", "hflip", "scale"):
@@ -488,15 +363,12 @@ def report(cfg: Config, path: Path) -> None:
     print(f"\nNext, the control: python ser.py --weight 0 --out {cfg.out}-control"
           "\nor your own images: python ser.py --data FOLDER --batch-size 256 --out runs/mine")
 
-
 # ------------------------------------------------------------------------------------------------------------
 # 6. Evaluation: a checkpoint in, a table and a JSON file out
 def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
-    """The encoder, the step of its checkpoint, and the checkpoint's digest. Raises UserError.
-
-    With random_init it has the weights that the run began with: those of the run's seed, as in ser.build.
-    """
-    state = load_checkpoint(cfg.checkpoint)
+    """The encoder, the step of its checkpoint, and the checkpoint's digest. With random_init it has the
+    weights that the run began with: those of the run's seed, as in ser.build. Raises UserError."""
+    state = ser.load_checkpoint(cfg.checkpoint)
     lacks = sorted({"step", "shape", "config", "model"} - set(state))
     require(not lacks, f"{cfg.checkpoint} lacks {' '.join(lacks)}: it is no checkpoint of ser.py")
     digest = hashlib.sha256(Path(cfg.checkpoint).read_bytes()).hexdigest()[:16]
@@ -505,109 +377,81 @@ def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
     torch.manual_seed(state["config"]["seed"])
     return ViT(**state["shape"]).eval(), 0, digest
 
-def describe(cfg: Settings, encoder: ViT, blocks: int) -> str:
-    """The protocol in a sentence."""
-    heads = f"linear on the [CLS] of the last {blocks} blocks"
-    if blocks < 4:   # the release then reads a patch token in place of a missing [CLS]
-        heads += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
-    heads += f", {cfg.epochs} epochs, " + (
-        "ON ONE CENTRE CROP OF EACH IMAGE, without augmentation: a first look, not the paper's protocol"
-        if cfg.cache else "random crops and flips")
-    return "\n".join([heads] * cfg.trains + ["20-NN on the last [CLS]"] * cfg.votes)
-
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Evaluate a checkpoint; returns what rank 0 writes to cfg.result. Raises UserError, on all ranks."""
-    check(cfg)
+    ser.check_ranges(cfg)
     (device, rank, ranks), begun = setup(), time.perf_counter()
     encoder, step, digest = frozen_encoder(cfg)
-    classes, splits = everywhere(lambda: collect(cfg, encoder.shape["image_size"]))
-    trial = cfg.result.with_suffix(".tmp")   # what cannot be written is better found now than in hours
-    everywhere(lambda: (trial.touch(), trial.unlink()))
-    blocks, train = min(4, encoder.depth - encoder.cls_layer), splits["train"]
-    files = [os.path.basename(item) for item in train.source] if cfg.data else ["drawn"]
-    content = hashlib.sha256(repr((classes, files, train.labels.tolist())).encode()).hexdigest()[:16]
-    free = ("data", "checkpoint", "test", "all_classes", "knn", "workers", "out")   # may change along the way
-    identity = {**{k: v for k, v in vars(cfg).items() if k not in free}, "weights": digest, "images": content}
-    frozen = Frozen(encoder.to(device), blocks if cfg.trains else 1, cfg, splits)
+    classes, splits = collect(cfg, encoder.shape["image_size"])
+    require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")   # not in hours
+    trains, votes = cfg.cache or not cfg.knn, cfg.cache or cfg.knn   # with a cache, k-NN is free
+    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
+    # The release reads a patch token in place of a [CLS] that a block does not have.
+    late = f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})" if blocks < 4 else ""
+    crops = ("ON ONE CENTRE CROP OF EACH IMAGE, without augmentation: a first look, not the paper's protocol"
+             if cfg.cache else "random crops and flips")
+    heads = f"linear on the [CLS] of the last {blocks} blocks{late}, {cfg.epochs} epochs, {crops}"
+    frozen = Frozen(encoder.to(device), blocks, cfg, splits)
     result = {
         "command": " ".join(sys.argv), "checkpoint": cfg.checkpoint, "sha256": digest, "step": step,
         "encoder": "untrained, from the seed of the run" if cfg.random_init else "trained",
         "shape": encoder.shape, "data": cfg.data or "drawn images", "settings": vars(cfg),
-        "protocol": describe(cfg, encoder, blocks), "classes": len(classes),
-        "images": {name: len(split.labels) for name, split in splits.items()},
-        "chance": {name: percent(split.among, 1 / len(split.among), 5 / len(split.among))
+        "protocol": "\n".join([heads] * trains + ["20-NN on the last [CLS]"] * votes),
+        "classes": len(classes), "images": {name: len(split.labels) for name, split in splits.items()},
+        "chance": {name: {f"top{k}": 100 * min(1, k / len(split.among)) for k in (1, 5)}
                    for name, split in splits.items() if name != "train"}}
     for name in splits if cfg.cache else ():
-        frozen.fill(name)
-    if cfg.trains:
+        frozen.table(name)
+    if trains:
+        free = ("data", "checkpoint", "test", "knn", "workers", "out")   # may change meanwhile
+        identity = {k: v for k, v in vars(cfg).items() if k not in free}
+        identity |= {"sha256": digest, "images": len(splits["train"].labels)}
         result["linear"] = linear(frozen, len(classes), cfg, identity)
-    if cfg.votes:
+    if votes:
         result["knn"] = {"k": 20, **knn_splits(frozen)}
     result |= {"broken": {name: sorted(broken) for name, broken in frozen.broken.items() if broken},
                "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-               "ranks": ranks, "threads": torch.get_num_threads(), "torch": torch.__version__,
-               "torchvision": torchvision.__version__, "seed": cfg.seed,
+               "ranks": ranks, "torch": torch.__version__, "torchvision": torchvision.__version__,
                "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
-        atomically(cfg.result, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
-        if cfg.trains and not cfg.cache:
+        write_whole(cfg.result, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
+        if trains and not cfg.cache:
             cfg.result.with_suffix(".pt").unlink(missing_ok=True)
     return result
 
 def table(result: dict[str, Any]) -> str:
     """The result for the screen: a row per learning rate, a column per set, chance below."""
     columns = [(name, top) for name, chance in result["chance"].items() for top in chance]
-    images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
-
-    def line(title: str, cells: Iterable[str]) -> str:
-        return f"  {title:25}" + "".join(f"{cell:>{len(n) + 7}}" for cell, (n, _) in zip(cells, columns))
 
     def row(title: str, values: dict[str, Any]) -> str:
-        return line(title, [f"{values[n][k]:.2f}" if k in values.get(n, ()) else "-" for n, k in columns])
+        cells = (f"{values[n][k]:.2f}" if k in values.get(n, ()) else "-" for n, k in columns)
+        return f"  {title:25}" + "".join(f"{cell:>{len(n) + 7}}" for cell, (n, _) in zip(cells, columns))
 
+    images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
     lines = [f"{result['checkpoint']}, step {result['step']}, {result['encoder']}", result["protocol"],
              f"{result['data']}: {result['classes']} classes, {images}", "",
-             line("accuracy, %", map(" ".join, columns))]
+             f"  {'accuracy, %':25}" + "".join(f"  {n} {top}" for n, top in columns)]
+    notes = [f"  {len(broken)} broken images in {name}, as {broken[0]}: they teach nothing, and count as wrong"
+             for name, broken in result["broken"].items()]
     if "linear" in result:
         rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
         lines += [row(f"linear, rate {r['rate']:<7g}" + " best" * (r is best), r) for r in rates]
-    if "knn" in result:
-        lines.append(row("20-NN", result["knn"]))
-    lines.append(row("chance", result["chance"]))
-    if "linear" in result:
-        lines.append("  the best rate was chosen on " + (
-            "held-out training images" if on == "held-out" else
-            "the validation set itself, which flatters it: --select-split 0.1 chooses on training images"))
+        flatters = "val itself, which flatters it: --select-split 0.1 chooses on training images"
+        notes.append(f"  the best rate was chosen on {flatters if on == 'val' else on + ' training images'}")
         if len(rates) > 1 and best in (rates[0], rates[-1]):
-            lines.append("  it lies at the end of the sweep: try rates beyond with --lr")
-    lines += [f"  {len(broken)} broken images in {name}: they taught nothing, or count as wrong"
-              for name, broken in result["broken"].items()]
+            notes.append("  it lies at the end of the sweep: try rates beyond with --lr")
+    knn = [row("20-NN", result["knn"])] if "knn" in result else []
+    lines += [*knn, row("chance", result["chance"]), *notes]
     return "\n".join(lines)
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 7. Command line
-def parse(argv: Sequence[str] | None) -> Settings:
+def parse(argv: Sequence[str] | None = None) -> Settings:
     """Flags -> Settings, one flag per field. Raises UserError where argparse would print its usage."""
-    parser = argparse.ArgumentParser("eval_linear.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in dataclasses.fields(Settings):
-        how: dict[str, Any] = {"type": type(f.default), "default": f.default}
-        if f.default is False:
-            how = {"action": "store_true"}
-        elif isinstance(f.default, tuple):   # a repeated flag adds up, a list flag replaces the default
-            how = {"nargs": "+", "action": "extend", "default": []} if not f.default else {
-                "nargs": "+", "type": type(f.default[0]), "default": f.default}
-        flag = "--" + f.name.replace("_", "-")
-        parser.add_argument(flag, help=f"{f.metadata['help']} [{f.default}]", **how)
-
-    def fail(message: str) -> None:
-        raise UserError(f"{message}; see --help")
-    parser.error = fail
-    if not parser.parse_args(argv).data:
-        parser.set_defaults(**DRAWN)
-    values = vars(parser.parse_args(argv))
-    return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    repeated = argparse.ArgumentParser(add_help=False, allow_abbrev=False)   # ser.parse would keep the last
+    repeated.add_argument("--test", nargs="*", action="extend", default=[])
+    found, rest = repeated.parse_known_args(argv)
+    return dataclasses.replace(ser.parse(rest, Settings, DRAWN, __doc__), test=tuple(found.test))
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code: 0, or 2 after one line about a mistake."""
@@ -615,13 +459,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = parse(argv)
         result = evaluate(cfg)
-    except UserError as error:
-        print(f"eval_linear.py: {error}" if first else "", end="\n" * first, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("eval_linear.py: stopped; the same command continues after its last whole epoch" * first,
-              end="\n" * first, file=sys.stderr)
-        return 128 + signal.SIGINT
+    except (UserError, KeyboardInterrupt) as error:
+        stopped = "stopped; the same command continues after its last whole epoch"
+        print(f"eval_linear.py: {str(error) or stopped}\n" * first, end="", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 128 + signal.SIGINT
     if first:
         print(f"\n{table(result)}\n  {result['minutes']:.1f} minutes, written to {cfg.result}")
     return 0

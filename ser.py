@@ -4,10 +4,9 @@ Self-supervised learning makes the final embedding invariant to augmentations, a
 structure. SER keeps that objective and adds one at an intermediate layer, where tokens still form a map:
 
     f = f2 . f1    f1: the first blocks, giving a map of patch tokens; f2: the rest, where [CLS] enters
-    b1, b2         two parts of each batch: b1 gets the usual crops, b2 (1%) only invertible geometry G
+    b1, b2         two parts of each batch: b1 gets the usual crops, b2 (1%) invertible geometry G instead
     z = rho_g(f1(x1)), z' = f1(x2), g = g2 g1^-1    for the views x1 = rho_g1(x), x2 = rho_g2(x) of b2
     loss = L_inv([CLS] of b1 and b2) + lam * L_equiv(z, z')    L_equiv: NT-Xent over patches
-
 rho_g is known, not learned: quarter turns and flips permute tokens, scaling resizes the map.
 
     python ser.py                                          a small ViT on drawn images, on 2 CPU cores
@@ -21,7 +20,6 @@ rho_g is known, not learned: quarter turns and flips permute tokens, scaling res
     3.2  T, T_eq, b1 and b2        Views, make_views    group elements (ablation)    --group
     3.3  L_equiv                   patch_ntxent         layers (figure, Table 3)     --equiv-layers
     Eq. 3, Algorithm 1             SER.forward          A.2  equivariance score      eval_linear.equivariance
-
 Against the released code: L_equiv has a gradient; g1 and g2 are independent; tokens are aligned, then
 projected; both sides are online features; negatives come from z and z' (README lists it all).
 `# Paper:` marks a line that is the paper's, `# Choice:` one where it is silent or the release differs.
@@ -31,7 +29,6 @@ projected; both sides are online features; negatives come from z and z' (README 
 from __future__ import annotations
 
 import argparse
-import collections
 import copy
 import dataclasses
 import json
@@ -45,6 +42,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")   # a Mac's GPU lacks a kernel of `resize`
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -71,7 +69,6 @@ def setting(default: Any, least: float, most: float, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
 
 TINY, INF = 1e-9, math.inf
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All settings of a run. The defaults are the paper's MoCo-v3 + SER on ImageNet (4.1); without --data,
@@ -102,7 +99,7 @@ class Config:
     weight_decay: float = setting(0.1, 0, INF, "AdamW's weight decay, on all parameters (MoCo-v3: 0.1)")
     seed: int = setting(0, 0, 2 ** 63 - 1, "seed of every random draw")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the training process loads")
-    log_every: int = setting(20, 1, INF, "steps between log records")
+    log_every: int = setting(20, 1, INF, "steps between log records and looks at stop signals")
     save_every: int = setting(0, 0, INF, "steps between checkpoints; 0: one per epoch")
     compile: bool = setting(False, 0, 1, "compile the transformer blocks")
 
@@ -171,10 +168,11 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     size = (g.grid[0] * cell, g.grid[1] * cell)
     element = 4 * g.flip + g.turns        # (B,) which of the eight permutations, 0..7
     order = element.argsort()             # puts the images that share one side by side
-    groups = x[order.to(x.device, non_blocking=True)].split(torch.bincount(element, minlength=8).tolist())
+    counts = torch.bincount(element, minlength=8).tolist()
+    groups = x[order.to(x.device, non_blocking=x.is_cuda)].split(counts)
     moved = [resize(torch.rot90(part.flip(-1) if e >= 4 else part, e % 4, (-2, -1)), size)
              for e, part in enumerate(groups) if len(part)]
-    return torch.cat(moved)[order.argsort().to(x.device, non_blocking=True)]
+    return torch.cat(moved)[order.argsort().to(x.device, non_blocking=x.is_cuda)]
 
 # ------------------------------------------------------------------------------------------------------------
 # 3. Views: T for b1, T_eq for b2, and the photometric jitter of both (paper 3.2)
@@ -235,14 +233,14 @@ def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
     steps += [("grayscale", u[9], u[9] < 0.2),
               ("blur", 0.1 + 1.9 * u[10], u[11] < (1.0, 0.1)[view]),
               ("solarize", torch.full_like(u[12], 128 / 255), u[12] < (0.0, 0.2)[view])]
-    x = x.clone()
+    x = x.clone()   # the caller's stays
     for name, value, taken in steps:
         rows = taken.nonzero().flatten()   # known on the CPU, so that nothing waits for a GPU
         if len(rows):
-            value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
-            rows = rows.to(x.device, non_blocking=True)
+            value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=x.is_cuda)
+            rows = rows.to(x.device, non_blocking=x.is_cuda)
             x[rows] = OPERATIONS[name](x[rows], value)
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+    return (x - MEAN.to(x, non_blocking=x.is_cuda)) / STD.to(x, non_blocking=x.is_cuda)
 
 def make_views(images: Tensor, draws: Tensor, cfg: Config, step: int, rank: int, ranks: int) -> Batch:
     """Two views of b1 and b2: geometry first, then jitter, independent between the views.
@@ -322,7 +320,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         # MoCo-v3's initialisation: Xavier-uniform, zero biases; query, key and value count as three matrices,
-        # which is a bound of 6 / (D + D) where Xavier's is 6 / (D + 3D).
+        # a bound of sqrt(6 / 2D) in place of sqrt(6 / 4D).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.xavier_uniform_(module.weight.flatten(1), 2 ** 0.5 if name.endswith("qkv") else 1.0)
@@ -358,10 +356,9 @@ class ViT(nn.Module):
         """Embeddings, and token maps after blocks `map_layers`, of image batches (B_i, 3, h_i, w_i)."""
         maps: list[dict[int, Tensor]] = [{} for _ in images]
         for layer, tokens in self.layers(images):
-            if layer in map_layers:
-                for x, t, found in zip(images, tokens, maps):
-                    patches = t[:, 1:] if layer > self.cls_layer else t
-                    found[layer] = patches.transpose(1, 2).unflatten(2, (x.shape[-2] // self.patch_size, -1))
+            for x, t, found in zip(images, tokens, maps if layer in map_layers else ()):
+                patches = t[:, 1:] if layer > self.cls_layer else t
+                found[layer] = patches.transpose(1, 2).unflatten(2, (x.shape[-2] // self.patch_size, -1))
         return [Encoded(self.norm(t[:, 0]), found) for t, found in zip(tokens, maps)]
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
@@ -378,17 +375,17 @@ class AllGather(torch.autograd.Function):
     rows enter the loss of every rank, so their gradient is the sum of what all ranks send back. With the mean
     over ranks that DDP takes, W ranks equal one process."""
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
+        parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, x)
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        torch.distributed.all_reduce(gradient)
+        return gradient.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
 
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
                  chunk: int | None = None) -> torch.Tensor:
@@ -421,9 +418,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         owner = torch.arange(first, first + B, device=z.device).repeat_interleave(N)    # image of an anchor
 
         def block(anchors, positive, owner, keys):
-            # own is True where key image m is the anchor's image i: m=0 1 2
-            # those 2N keys are no negatives.                   i=0   T . .
-            #                                                   i=1   . T .
+            # own[a, m]: key image m is the anchor's own; its 2N keys are no negatives.        m=0 1 2
+            # Choice: z anchors, and z and z' give negatives, as in the paper; in the     i=0   T . .
+            # release both anchor, and only the other view gives negatives.               i=1   . T .
             own = owner[:, None] == torch.arange(images, device=owner.device)
             logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -torch.inf)
             # -log(e^p / (e^p + sum e^l)) = softplus(logsumexp(l) - p), which cannot overflow.
@@ -433,8 +430,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         if chunk >= B * N:   # a single block: nothing to save by computing it twice
             return block(anchors, positive, owner, keys) / (B * N)
         blocks = zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk))
-        return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False)
-                   for part in blocks) / (B * N)
+        return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False,
+                                                     preserve_rng_state=False) for part in blocks) / (B * N)
 
 # ------------------------------------------------------------------------------------------------------------
 # 6. Base method: MoCo-v3 (paper 4.1)
@@ -471,9 +468,9 @@ class MoCoV3(nn.Module):
     def update(self, progress: float) -> None:
         """Move the momentum branch towards the online one; m rises from `momentum` to 1 on half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
+        move = torch.optim.swa_utils.get_ema_multi_avg_fn(m)   # a few kernels in place of one per parameter
         for slow, fast in ((self.momentum_encoder, self.encoder), (self.momentum_projector, self.projector)):
-            for p, q in zip(slow.parameters(), fast.parameters()):
-                p.lerp_(q, 1 - m)
+            move(list(slow.parameters()), list(fast.parameters()), None)
         self.diagnostics["momentum"] = m
 
     def forward(self, views: list[list[Tensor]], cls: list[Tensor]) -> Tensor:
@@ -526,7 +523,7 @@ class SER(nn.Module):
         cls = [torch.cat([e.cls for e in view]) for view in encoded]
         # Choice: one invariance loss over b1 and b2, every anchor weighing 1 / |B|. L_inv1 + L_inv2 are then
         # the parts of that sum, and r -> 0 gives the baseline. The release does so too; Eq. 3 read literally
-        # would weigh a b2 image 85 times a b1 image at 3 of 256.
+        # would weigh a b2 image 84 times a b1 image at 3 of 256.
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
         if diagnose:   # 1: spread over the sphere, 0: collapsed to a point
@@ -556,11 +553,10 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
 def list_images(folder: str) -> list[str]:
     """Sorted paths of the images below folder/train, or below folder if it has none; labels play no part."""
     root = os.path.join(folder, "train") if os.path.isdir(os.path.join(folder, "train")) else folder
+    require(os.path.isdir(folder), f"--data {folder} is not a folder: name one that holds images")
     paths = sorted(os.path.join(where, name) for where, _, names in os.walk(root, followlinks=True)
                    for name in names if name.lower().endswith(EXTENSIONS))
-    if not paths:
-        why = f"no image ({' '.join(EXTENSIONS)}) below it" if os.path.isdir(root) else "no such folder"
-        raise UserError(f"--data {folder}: {why}; name a folder that holds images")
+    require(len(paths) > 0, f"--data {folder}: no image below {root} ({' '.join(EXTENSIONS)})")
     return paths
 
 def read_image(path: str) -> Tensor:
@@ -663,8 +659,8 @@ def check(cfg: Config, ranks: int) -> None:
     check_ranges(cfg)
     sample_geometry(0, elements=cfg.group)
     batch, b2, least = cfg.batch_size, cfg.b2_images(ranks), 1 if ranks > 1 else 2
-    fit, enough = -(-batch // ranks) * ranks, math.ceil(least / max(cfg.ratio, TINY)) * ranks
-    require(fit == batch, f"--batch-size {batch} must be a multiple of the {ranks} ranks: try {fit}")
+    fit, enough = max(2, -(-batch // ranks)) * ranks, math.ceil(least / max(cfg.ratio, TINY)) * ranks
+    require(fit == batch, f"--batch-size {batch} must be 2 or more for each of the {ranks} ranks: try {fit}")
     require(cfg.ratio == 0 or b2 >= least,
             f"--ratio {cfg.ratio} of --batch-size {batch} is {b2 * ranks} images, L_equiv needs at least 2: "
             f"try --ratio {min(least * ranks / batch, 1):.3g}, --batch-size {enough}, or --ratio 0")
@@ -675,10 +671,9 @@ def prepare(cfg: Config) -> list[str]:
     shared: list[Any] = [[], ""]   # paths, error
     if ranks_and_rank()[1] == 0:
         try:
-            require(cfg.out != "", "--out is empty: name a folder")
+            shared[0] = list_images(cfg.data) if cfg.data else []
             Path(cfg.out).mkdir(parents=True, exist_ok=True)
             open(Path(cfg.out, "log.jsonl"), "a").close()
-            shared[0] = list_images(cfg.data) if cfg.data else []
         except (OSError, UserError) as e:
             shared[1] = str(e) if isinstance(e, UserError) else f"--out {cfg.out}: cannot write, {e.strerror}"
     if dist.is_initialized():
@@ -702,12 +697,10 @@ def learning_rate(cfg: Config, epoch: float) -> float:
 
 def save_checkpoint(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old checkpoint or the new, whole."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": vars(cfg),
-                    "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+    temporary = path.with_suffix(".tmp")
+    torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": vars(cfg),
+                "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
+    os.replace(temporary, path)
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint, tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
@@ -757,32 +750,34 @@ class Log:
         self.batch, self.device, (self.ranks, rank) = cfg.batch_size, device, ranks_and_rank()
         self.file = open(os.devnull if rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
         self.bar = tqdm(total=total, initial=start, disable=rank > 0, mininterval=1)
-        self.broken: collections.Counter[str] = collections.Counter()
-        self.start, self.last, self.since, self.waiting = start, start, time.perf_counter(), 0.0
-        setting = {"command": " ".join(sys.argv), "start": start, "steps": total, "images": images,
+        self.start = self.last = start
+        self.since, self.waiting, self.broken = time.perf_counter(), 0.0, {}
+        setting = {"command": " ".join(sys.argv), "images": images, "start": start, "steps": total,
                    "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
-                   "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                   "torch": torch.__version__, "torchvision": torchvision.__version__, "config": vars(cfg),
                    "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-                   "torch": torch.__version__, "torchvision": torchvision.__version__, "config": vars(cfg)}
+                   "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
         print(json.dumps(setting), file=self.file)
+        self.bar.set_description(f"{images} images, batch {cfg.batch_size}, peak lr {cfg.lr:g}")
 
     def count(self, names: Sequence[str], waited: float) -> None:
         """Count a step and the wait for its images; `names` has a broken file, or "", for every image."""
         for name in filter(None, names):
-            if not self.broken[name]:
+            if name not in self.broken:
                 tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
-            self.broken[name] += 1
+            self.broken[name] = self.broken.get(name, 0) + 1
         self.waiting += waited
         self.bar.update()
 
     def record(self, step: int, metrics: dict[str, Tensor | float], stop: bool) -> bool:
-        """Write a step's record; True if any rank was told to stop. The one place where the host waits for
-        the device. Raises UserError, on all ranks, if the loss is not finite or many images are broken."""
+        """Write a step's record; True if any rank was told to stop. Of a step, only this waits for the
+        device. Raises UserError, on all ranks, if the loss is not finite or many images are broken."""
         seconds, images = time.perf_counter() - self.since, (step - self.last) * self.batch
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        metrics = {**metrics, "images_per_s": images / seconds, "waiting": self.waiting / seconds,
-                   "memory_gib": memory / 2 ** 30, "broken": self.broken.total() * self.ranks, "stop": stop}
+        broken = sum(self.broken.values()) * self.ranks
+        metrics |= {"images_per_s": images / seconds, "waiting": self.waiting / seconds,
+                    "memory_gib": memory / 2 ** 30, "broken": broken, "stop": stop}
         values = torch.tensor([torch.as_tensor(v).item() for v in metrics.values()], device=self.device)
         if self.ranks > 1:
             dist.all_reduce(values)
@@ -791,7 +786,7 @@ class Log:
         self.bar.set_postfix({k: f"{mean[k]:.3f}" for k in ("loss", "equiv", "patch_top1") if k in mean})
         self.last, self.since, self.waiting = step, time.perf_counter(), 0.0
         require(math.isfinite(mean["loss"] + mean["grad_encoder"]),
-                f"step {step}: loss {mean['loss']}, gradient norm {mean['grad_encoder']}; last.pt is from "
+                f"step {step}: loss {mean['loss']}, gradient norm {mean['grad_encoder']}; a last.pt is from "
                 "before: see log.jsonl for the cause, or lower --base-lr with a new --out")
         require(mean["broken"] <= max(3, seen / 1000), f"{mean['broken']:.0f} of {seen} images cannot be "
                 f"read: mend or remove them, {min(self.broken, default='as another rank named')} first")
@@ -811,11 +806,12 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
     model, path = build(cfg).to(device), Path(cfg.out, "last.pt")
     source = prepare(cfg) or draw_images(4096, cfg.image_size, seed=0)[0]
     per_epoch = len(source) // cfg.batch_size
-    require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: lower it")
+    require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: "
+                           f"try {len(source) // ranks * ranks}")
     if device.type == "cuda" and ranks > 1:   # it has no CPU version: gloo ranks normalise their own images
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for block in [m for m in model.modules() if isinstance(m, Block) and cfg.compile]:
-        block.compile(dynamic=True)   # one compilation for the 51 grids of scaled views
+        block.compile(dynamic=True)   # a few compilations, not one for each of the 51 grids of scaled views
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=cfg.lr,
                                   weight_decay=cfg.weight_decay, fused=device.type == "cuda")
     start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
@@ -824,7 +820,8 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
         model, device_ids=[device] if device.type == "cuda" else None)
     batches = iter(torch.utils.data.DataLoader(
         Views(source, cfg), batch_sampler=batch_keys(len(source), cfg, start, total, rank, ranks),
-        num_workers=cfg.workers, pin_memory=device.type == "cuda", worker_init_fn=leave_signals))
+        num_workers=min(cfg.workers, os.cpu_count() or 1), pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals))
     log = Log(cfg, model, len(source), start, total, device)
     for step in range(start, total):
         asked, done, stopping = time.perf_counter(), step + 1, False
@@ -834,7 +831,7 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
         logging = saving or step == start or done % cfg.log_every == 0 or (ranks == 1 and len(stop) > 0)
         optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step / per_epoch)
         model.base.update(step / total)
-        batch = make_views(images.to(device, non_blocking=True), draws, cfg, step, rank, ranks)
+        batch = make_views(images.to(device, non_blocking=images.is_pinned()), draws, cfg, step, rank, ranks)
         if step == rank == 0 and batch.geometry:
             save_views(path.with_name("views.png"), batch, images[-cfg.b2_images(ranks):, 0], cfg.patch_size)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -869,6 +866,7 @@ def parse(argv: Sequence[str] | None, kind: type = Config, drawn: dict[str, Any]
         flag = "--" + f.name.replace("_", "-")
         parser.add_argument(flag, default=f.default, help=f"{f.metadata['help']} [{f.default}]", **how)
     parser.error = lambda message: require(False, f"{message}; see --help")
+    require("" not in (sys.argv[1:] if argv is None else argv), "an empty argument: an unset shell variable?")
     if not parser.parse_args(argv).data:
         parser.set_defaults(**drawn)
     values = vars(parser.parse_args(argv))
@@ -878,14 +876,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, and on drawn images report; returns the exit code: 0, or 2 after one line about a mistake."""
     first, stop = os.environ.get("RANK", "0") == "0", []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: stop.append(received))
+        signal.signal(number, lambda n, _: stop.append(n) or len(stop) > 2 and os._exit(128 + n))
     try:
         cfg = parse(argv)
         path = train(cfg, stop=stop)
     except UserError as error:
         if first:
-            print(f"ser.py: {error}", file=sys.stderr)
+            tqdm.write(f"ser.py: {error}", file=sys.stderr)   # below a bar, if there is one
         return 2
+    except SystemExit as stopped:
+        return stopped.code
     if first and not cfg.data:
         from eval_linear import report   # evaluation is the other file's matter, and it imports this one
         report(cfg, path)
