@@ -12,7 +12,7 @@ the nearest training images tells them, from the last [CLS] alone, without any t
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., with names of those classes.
 A whole learning-rate sweep costs one training: the features of a batch feed all heads in one product.
 The table on screen is also written as JSON beside the checkpoint; an interrupted linear run resumes.
-1 Settings, 2 Images, 3 Features, 4 Linear heads, 5 k-NN and equivariance, 6 Evaluation, 7 Command line.
+1 Settings, 2 Images, 3 Features, 4 Linear heads, 5 k-NN and equivariance, 6 Evaluation and command line.
 Axes: B images, R learning rates, C classes, F feature width, D encoder width.
 """
 from __future__ import annotations
@@ -40,9 +40,9 @@ from torchvision.transforms import RandomResizedCrop
 from tqdm import tqdm
 
 import ser
-from ser import (INF, MEAN, STD, TINY, Config, UserError, ViT, build, draw_images, leave_signals, list_images,
+from ser import (INF, MEAN, STD, TINY, Config, UserError, ViT, draw_images, leave_signals, list_images,
                  load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho, rng,
-                 sample_geometry, setting, setup)
+                 sample_geometry, setting)
 
 # ------------------------------------------------------------------------------------------------------------
 # 1. Settings: the protocol of 4.1, and what the release adds to it
@@ -69,8 +69,7 @@ class Settings:
     @property
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
-        kind = "-cache" * self.cache or "-knn" * self.knn
-        name = f"eval{kind}{'-random-init' * self.random_init}.json"
+        name = f"eval{'-cache' * self.cache or '-knn' * self.knn}{'-random-init' * self.random_init}.json"
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
 DRAWN = dict(epochs=10, batch_size=64, workers=0)   # the same protocol for drawn images and two CPU cores
@@ -84,58 +83,52 @@ class Split(NamedTuple):
     among: list[int]                 # the classes it is scored among
 
 DRAWN_SETS = (("train", 2048, 101), ("val", 1000, 102))   # number of images, and a seed ser.py does not use
-Key = tuple[int | None, int]         # (epoch, index); epoch None: the centre crop
 
-def class_folders(name: str, root: str) -> dict[str, list[str]]:
-    """Class -> its images, both sorted. Raises UserError if there is no class folder, or one is empty."""
-    found = [item for item in os.scandir(root) if item.is_dir()] if os.path.isdir(root) else []
-    classes = sorted(item.name for item in found if not item.name.startswith("."))
-    require(len(classes) > 0, f"{name}: no such folder, or no class folders in it: {root}/CLASS/")
-    return {c: list_images(os.path.join(root, c)) for c in classes}
-
-def labelled(folders: dict[str, list[str]], classes: list[str]) -> Split:
-    """The images of the class folders, labelled and scored by the training classes of the same names."""
-    labels = [classes.index(name) for name, paths in folders.items() for _ in paths]
-    return Split([path for paths in folders.values() for path in paths], torch.tensor(labels),
-                 [classes.index(name) for name in folders])
+def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[str], Split]:
+    """The class folders of root, and their images, labelled by the places of their names in `classes` (by
+    default, those of the folders). Raises UserError for no class folder, an empty one, or a strange one."""
+    found = [item.name for item in os.scandir(root) if item.is_dir()] if os.path.isdir(root) else []
+    own = sorted(item for item in found if not item.startswith("."))
+    require(len(own) > 0, f"{name} {root}: no such folder, or no class folders in it")
+    place = {c: i for i, c in enumerate(classes or own)}
+    strange = [c for c in own if c not in place]
+    # ImageNet-V2 numbers its folders in the order of the sorted class names; guessing would be silent.
+    require(not strange, f"{name} {root}: {len(strange)} folders match no training class: "
+            f"{' '.join(strange[:5])}; give them the names of training classes")
+    paths, labels = zip(*((path, place[c]) for c in own for path in list_images(os.path.join(root, c))))
+    return own, Split(paths, torch.tensor(labels), [place[c] for c in own])
 
 def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     """The training classes, and the splits train, held-out (with select_split), val and each test set. size:
     side of drawn images. Raises UserError for a layout that cannot be evaluated."""
     tests = [test.partition("=")[::2] for test in filter(None, cfg.test)]
     if cfg.data:
-        folders = class_folders("--data", os.path.join(cfg.data, "train"))
-        classes, tests = list(folders), [("val", os.path.join(cfg.data, "val")), *tests]
+        classes, train = labelled("--data", os.path.join(cfg.data, "train"))
+        splits, tests = {"train": train}, [("val", os.path.join(cfg.data, "val")), *tests]
         require(len(classes) > 1, f"--data {cfg.data}: only one class, {classes[0]}; a choice takes two")
-        splits = {"train": labelled(folders, classes)}
     else:
         classes = [f"texture {i}" for i in range(8)]
         splits = {name: Split(*draw_images(n, size, seed), list(range(8))) for name, n, seed in DRAWN_SETS}
     if cfg.select_split:
         source, labels, among = splits["train"]
-        held = torch.randperm(len(labels), generator=rng(cfg.seed, "split")) < cfg.select_split * len(labels)
+        order = torch.randperm(len(labels), generator=rng(cfg.seed, "split"))
+        held = order < round(cfg.select_split * len(labels))
         for name, mask in (("held-out", held), ("train", ~held)):
             own = source[mask] if isinstance(source, Tensor) else [*itertools.compress(source, mask.tolist())]
             splits[name] = Split(own, labels[mask], among)
-        require(len(labels[~held].unique()) == len(classes), f"--select-split {cfg.select_split} of "
-                f"{len(labels)} images leaves a class without any to learn from: lower it")
+        require(held.any() and len(labels[~held].unique()) == len(classes), f"--select-split "
+                f"{cfg.select_split} leaves none to choose on, or none of a class to learn from: change it")
     for name, folder in tests:
         require(name != "" and folder != "", f"--test {name or '=' + folder} must be NAME=DIR")
         require(name not in (*splits, "held-out"), f"--test {name}={folder}: {name} is taken, rename it")
-        folders = class_folders(f"{name}={folder}", folder)
-        strange, missing = (" ".join(sorted(a - b)[:5]) for a, b in (
-            (set(folders), set(classes)), (set(classes), set(folders))))
-        # ImageNet-V2 numbers its folders in the order of the sorted class names; guessing would be silent.
-        require(not strange, f"{name}={folder}: folders that match no training class, as {strange}: give them "
-                "the names of training classes")
-        require(name != "val" or not missing, f"--data {cfg.data}: val lacks classes of train: {missing}")
-        splits[name] = labelled(folders, classes)
+        own, splits[name] = labelled(f"--test {name}" if name != "val" else "--data", folder, classes)
+        lacks = set(classes) - set(own) if name == "val" else ()
+        require(not lacks, f"--data {cfg.data}: val lacks classes of train: {' '.join(sorted(lacks)[:5])}")
     return classes, splits
 
 def centre_crop(image: Tensor, size: int) -> Tensor:
     """(3, h, w) uint8 -> (3, size, size): the shorter side to size * 256 / 224, bicubic, then the centre."""
-    h, w = image.shape[-2:]
-    short = round(size * 256 / 224)
+    (h, w), short = image.shape[-2:], round(size * 256 / 224)
     scaled = (max(short, short * h // w), max(short, short * w // h))
     image = F.interpolate(image[None], scaled, mode="bicubic", antialias=True)[0]
     top, left = ((side - size) // 2 for side in scaled)
@@ -147,7 +140,7 @@ class Crops(torch.utils.data.Dataset):
     def __init__(self, split: Split, size: int, seed: int):
         self.split, self.size, self.seed = split, size, seed
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int | None, int]) -> tuple[Tensor, int]:
         epoch, index = key
         item, label = self.split.source[index], int(self.split.labels[index])
         try:
@@ -168,10 +161,9 @@ class Crops(torch.utils.data.Dataset):
 @torch.no_grad()
 def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """uint8 images (B, 3, S, S) -> (B, blocks * D) fp32, the [CLS] of the last `blocks` blocks."""
-    device = encoder.cls_token.device
-    x = images.to(device, non_blocking=True).float() / 255
+    x = images.to(encoder.cls_token.device, non_blocking=True).float() / 255
     x = (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
         return encoder.last_cls(x, blocks).float()
 
 class Frozen:
@@ -185,7 +177,7 @@ class Frozen:
         self.tables: dict[str, tuple[Tensor, Tensor]] = {}
         self.broken: dict[str, set[str]] = {name: set() for name in splits}
 
-    def read(self, name: str, keys: Iterable[list[Key]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, name: str, keys: Iterable[list[tuple]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Features (B, F) and labels (B,) of each batch of keys, on the device of every rank. Raises
         UserError, on all ranks, when more than 1 in 1000 images cannot be read."""
         if name in self.tables:
@@ -197,7 +189,7 @@ class Frozen:
         own = (batch[rank::ranks] or batch[:1] for batch in keys)   # a loader cannot make an empty batch
         loader = torch.utils.data.DataLoader(
             Crops(split, self.encoder.shape["image_size"], self.cfg.seed), batch_sampler=own,
-            num_workers=self.cfg.workers, pin_memory=self.device.type == "cuda", worker_init_fn=leave_signals)
+            num_workers=self.cfg.workers, worker_init_fn=leave_signals, pin_memory=torch.cuda.is_available())
         for (images, y), batch in zip(loader, whole):
             features = torch.zeros(len(batch), self.width, device=self.device)
             labels = torch.zeros(len(batch), dtype=torch.int64, device=self.device)
@@ -243,12 +235,11 @@ def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[
         start: int, total: int) -> Iterator[int]:
     """Train on the batches of the steps `start` to `total`; yields the number of steps done after each.
     SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are the same:
-    one optimizer with the cosine from 1 to 0, and the loss of every head times its own rate, train each head
-    as if it were alone. Nothing else joins them: no clipping, no shared parameter."""
+    one optimizer with the cosine from 1 to 0 (no warmup), and every head's loss times its own rate, train
+    each head as if it were alone. Nothing else joins them: no clipping, no shared parameter."""
     bar = tqdm(batches, "linear heads", total, initial=start, disable=ranks_and_rank()[1] > 0, mininterval=1)
     for step, (x, y) in enumerate(bar, start):
-        # Paper: 4.1, cosine without warmup.
-        optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))   # Paper: 4.1
         logits, each = heads(x).mT, y[:, None].expand(-1, len(heads.lrs))                  # (B, C, R), (B, R)
         losses = F.cross_entropy(logits, each, ignore_index=-1, reduction="none").mean(0)   # -1 adds nothing
         optimizer.zero_grad()
@@ -292,8 +283,8 @@ def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]
     for done in fit(heads, optimizer, frozen.read("train", keys), start, cfg.epochs * per_epoch):
         if done % per_epoch == 0 and not cfg.cache and ranks_and_rank()[1] == 0:
             write_whole(path, lambda file: torch.save(
-                {"format": "ser-1", "step": done, "config": identity, "model": heads.state_dict(),
-                 "optimizer": optimizer.state_dict()}, file))
+                dict(format="ser-1", step=done, config=identity, model=heads.state_dict(),
+                     optimizer=optimizer.state_dict()), file))
     found = {name: accuracy(heads, *frozen.table(name), split.among)
              for name, split in frozen.splits.items() if name != "train"}
     rows = [{"rate": rate, "lr": lr, **{name: found[name][r] for name in found}}
@@ -308,8 +299,7 @@ def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: int = 20) -> float:
     """Share of the test features (n, D), labels (n,), whose class the k nearest in train (m, D), (m,), tell
     by a vote: cosine similarity s, weight exp(s / .07), as DINO's; blocks of similarities of at most 1 GB."""
-    train, right = F.normalize(train, dim=1), 0
-    size = max(1, 2 ** 28 // len(train))
+    train, size, right = F.normalize(train, dim=1), max(1, 2 ** 28 // len(train)), 0
     for x, y in zip(F.normalize(test, dim=1).split(size), test_labels.split(size)):
         similarity, nearest = (x @ train.T).topk(min(k, len(train)))
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)
@@ -320,8 +310,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, 
 def knn_splits(frozen: Frozen) -> dict[str, dict[str, float]]:
     """k-NN of val and the test sets by the last [CLS]; the neighbours are the training images, held out or
     not, of the classes that a set is scored among."""
-    tables = {name: frozen.table(name) for name in frozen.splits}
-    tables = {name: (features[:, -frozen.encoder.dim:], labels) for name, (features, labels) in tables.items()}
+    tables = {n: (x[:, -frozen.encoder.dim:], y) for n in frozen.splits for x, y in [frozen.table(n)]}
     train = [tables.pop(name) for name in ("train", "held-out") if name in tables]
     bank, labels = (torch.cat(column) for column in zip(*train))
     near = {name: torch.isin(labels, torch.tensor(frozen.splits[name].among).to(labels)) for name in tables}
@@ -348,7 +337,7 @@ def report(cfg: Config, path: Path) -> None:
     """Print what a run on drawn images taught its encoder: before and after, on images it has not seen."""
     sets, layer = [draw_images(n, cfg.image_size, seed) for _, n, seed in DRAWN_SETS], cfg.equiv_layers[0]
     images, rows = (sets[1][0][:512].float() / 255 - MEAN) / STD, {}
-    for encoder in (build(cfg).base.encoder.eval(), load_encoder(path)):
+    for encoder in (ser.build(cfg).base.encoder.eval(), load_encoder(path)):
         for element in ("rot90", "hflip", "scale"):
             cosine, top1 = equivariance(encoder, images, layer, element)
             rows.setdefault(f"{element}: cosine of rho f(x) and f(rho x)", []).append(cosine)
@@ -364,7 +353,7 @@ def report(cfg: Config, path: Path) -> None:
           "\nor your own images: python ser.py --data FOLDER --batch-size 256 --out runs/mine")
 
 # ------------------------------------------------------------------------------------------------------------
-# 6. Evaluation: a checkpoint in, a table and a JSON file out
+# 6. Evaluation: a checkpoint in, a table and a JSON file out; and the command line
 def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
     """The encoder, the step of its checkpoint, and the checkpoint's digest. With random_init it has the
     weights that the run began with: those of the run's seed, as in ser.build. Raises UserError."""
@@ -372,15 +361,14 @@ def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
     lacks = sorted({"step", "shape", "config", "model"} - set(state))
     require(not lacks, f"{cfg.checkpoint} lacks {' '.join(lacks)}: it is no checkpoint of ser.py")
     digest = hashlib.sha256(Path(cfg.checkpoint).read_bytes()).hexdigest()[:16]
-    if not cfg.random_init:
-        return load_encoder(cfg.checkpoint), state["step"], digest
     torch.manual_seed(state["config"]["seed"])
-    return ViT(**state["shape"]).eval(), 0, digest
+    return (ViT(**state["shape"]).eval(), 0, digest) if cfg.random_init else (
+        load_encoder(cfg.checkpoint), state["step"], digest)
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Evaluate a checkpoint; returns what rank 0 writes to cfg.result. Raises UserError, on all ranks."""
     ser.check_ranges(cfg)
-    (device, rank, ranks), begun = setup(), time.perf_counter()
+    (device, rank, ranks), begun = ser.setup(), time.perf_counter()
     encoder, step, digest = frozen_encoder(cfg)
     classes, splits = collect(cfg, encoder.shape["image_size"])
     require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")   # not in hours
@@ -388,9 +376,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
     # The release reads a patch token in place of a [CLS] that a block does not have.
     late = f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})" if blocks < 4 else ""
-    crops = ("ON ONE CENTRE CROP OF EACH IMAGE, without augmentation: a first look, not the paper's protocol"
-             if cfg.cache else "random crops and flips")
-    heads = f"linear on the [CLS] of the last {blocks} blocks{late}, {cfg.epochs} epochs, {crops}"
+    seen = "ONE CENTRE CROP, first look, not the paper's protocol" if cfg.cache else "random crops and flips"
+    heads = f"linear on the [CLS] of the last {blocks} blocks{late}, {cfg.epochs} epochs, {seen}"
     frozen = Frozen(encoder.to(device), blocks, cfg, splits)
     result = {
         "command": " ".join(sys.argv), "checkpoint": cfg.checkpoint, "sha256": digest, "step": step,
@@ -400,8 +387,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
         "classes": len(classes), "images": {name: len(split.labels) for name, split in splits.items()},
         "chance": {name: {f"top{k}": 100 * min(1, k / len(split.among)) for k in (1, 5)}
                    for name, split in splits.items() if name != "train"}}
-    for name in splits if cfg.cache else ():
-        frozen.table(name)
+    if cfg.cache:
+        frozen.table("train")
     if trains:
         free = ("data", "checkpoint", "test", "knn", "workers", "out")   # may change meanwhile
         identity = {k: v for k, v in vars(cfg).items() if k not in free}
@@ -422,16 +409,14 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result for the screen: a row per learning rate, a column per set, chance below."""
     columns = [(name, top) for name, chance in result["chance"].items() for top in chance]
-
     def row(title: str, values: dict[str, Any]) -> str:
         cells = (f"{values[n][k]:.2f}" if k in values.get(n, ()) else "-" for n, k in columns)
         return f"  {title:25}" + "".join(f"{cell:>{len(n) + 7}}" for cell, (n, _) in zip(cells, columns))
-
     images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
     lines = [f"{result['checkpoint']}, step {result['step']}, {result['encoder']}", result["protocol"],
              f"{result['data']}: {result['classes']} classes, {images}", "",
              f"  {'accuracy, %':25}" + "".join(f"  {n} {top}" for n, top in columns)]
-    notes = [f"  {len(broken)} broken images in {name}, as {broken[0]}: they teach nothing, and count as wrong"
+    notes = [f"  {len(broken)} broken images in {name}, as {broken[0]}: they teach nothing, are wrong"
              for name, broken in result["broken"].items()]
     if "linear" in result:
         rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
@@ -441,11 +426,8 @@ def table(result: dict[str, Any]) -> str:
         if len(rates) > 1 and best in (rates[0], rates[-1]):
             notes.append("  it lies at the end of the sweep: try rates beyond with --lr")
     knn = [row("20-NN", result["knn"])] if "knn" in result else []
-    lines += [*knn, row("chance", result["chance"]), *notes]
-    return "\n".join(lines)
+    return "\n".join([*lines, *knn, row("chance", result["chance"]), *notes])
 
-# ------------------------------------------------------------------------------------------------------------
-# 7. Command line
 def parse(argv: Sequence[str] | None = None) -> Settings:
     """Flags -> Settings, one flag per field. Raises UserError where argparse would print its usage."""
     repeated = argparse.ArgumentParser(add_help=False, allow_abbrev=False)   # ser.parse would keep the last

@@ -418,8 +418,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         owner = torch.arange(first, first + B, device=z.device).repeat_interleave(N)    # image of an anchor
 
         def block(anchors, positive, owner, keys):
-            # own[a, m]: key image m is the anchor's own; its 2N keys are no negatives.        m=0 1 2
-            # Choice: z anchors, and z and z' give negatives, as in the paper; in the     i=0   T . .
+            # own[a, m]: key image m is the anchor's own i; its 2N keys are no negatives.     m=0 1 2
+            # Choice: z anchors, z and z' give negatives, as in the paper; in the         i=0   T . .
             # release both anchor, and only the other view gives negatives.               i=1   . T .
             own = owner[:, None] == torch.arange(images, device=owner.device)
             logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -torch.inf)
@@ -810,8 +810,9 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
                            f"try {len(source) // ranks * ranks}")
     if device.type == "cuda" and ranks > 1:   # it has no CPU version: gloo ranks normalise their own images
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for block in [m for m in model.modules() if isinstance(m, Block) and cfg.compile]:
-        block.compile(dynamic=True)   # a few compilations, not one for each of the 51 grids of scaled views
+    if cfg.compile:   # with dynamic shapes: a few compilations, not one for each of the 51 grids of views
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            block.compile(dynamic=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=cfg.lr,
                                   weight_decay=cfg.weight_decay, fused=device.type == "cuda")
     start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
@@ -847,9 +848,8 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
         if rank == 0 and (saving or stopping):
             save_checkpoint(path, cfg, model, optimizer, done)
         if stopping:
-            raise SystemExit(128 + (*stop, signal.SIGTERM)[0])
+            raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))   # no signal: another rank had one
     return path
-
 
 # ------------------------------------------------------------------------------------------------------------
 # 10. Command line
