@@ -1,6 +1,6 @@
-"""The paper's "Computation overhead" table (18.48 G -> 18.63 G, 1.008x), and what the same things cost on a clock.
+"""The paper's "Computation overhead" table (18.48 G -> 18.63 G, 1.008x), and what it costs on a clock.
 
-    python -m paper.overhead                       counts, step, loss, jitter: minutes on a CPU, seconds on a GPU
+    python -m paper.overhead                       counts, step, loss, jitter: minutes on a CPU
     python -m paper.overhead --data FOLDER         the loader as well, on one core, on the images of FOLDER
     python -m paper.overhead --rows step loss      only these; --json FILE writes what was printed
 
@@ -54,7 +54,7 @@ def spread(values: list[float], unit: str = "s") -> str:
 
 
 def counts() -> dict[str, Any]:
-    """Trainable parameters, and MACs per image of the forward passes (2 online, 2 momentum): the paper's convention."""
+    """Trainable parameters, and MACs per image of the 2 online and 2 momentum forward passes, as the paper."""
     rows: dict[str, Any] = {}
     for name, ratio, cls_layer in (("MoCo-v3", 0.0, 0), ("SER", 0.01, 3)):
         with torch.device("meta"):
@@ -65,7 +65,8 @@ def counts() -> dict[str, Any]:
             base.predictor(base.projector(base.encoder([x])[0].cls))
             base.momentum_projector(base.momentum_encoder([x])[0].cls)
         macs = counter.get_total_flops()   # 2 FLOPs a MAC, and 2 views
-        rows[name] = {"trainable": sum(p.numel() for p in model.parameters() if p.requires_grad), "macs": macs}
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        rows[name] = {"trainable": trainable, "macs": macs}
     # r = 0.01: 3 of the 256 images of each of 8 ranks. The projector sees both views of their tokens.
     own, gathered = 3 * 196, 24 * 196
     project, product = 2 * own * (384 * 512 + 512 * 512), 2 * gathered * 512
@@ -75,17 +76,18 @@ def counts() -> dict[str, Any]:
     for name, row in rows.items():
         print(f"  {name:24} {row['trainable']:>12,} parameters {row['macs'] / 1e9:8.3f} GMAC  "
               f"{row['macs'] / rows['MoCo-v3']['macs']:.4f}x")
-    print("  the paper: 42.9 M and 43.4 M (75,648 of them learned position codes), 18.48 G and 18.63 G, 1.008x")
+    print("  the paper: 42.9 M and 43.4 M (75,648 learned position codes), 18.48 G and 18.63 G, 1.008x")
     return rows
 
 
 def make_step(cfg: ser.Config) -> Callable[[], None]:
-    """A function that runs views, forward and backward of one training step on random images, grids changing."""
+    """A function that runs one training step (views, forward, backward) on random images, the grids changing."""
     model = ser.build(cfg).to(DEVICE)
     if cfg.compile:
         for block in (m for m in model.modules() if isinstance(m, ser.Block)):
             block.compile(dynamic=True)
-    images = torch.randint(256, (cfg.batch_size, 2, 3, cfg.image_size, cfg.image_size), dtype=torch.uint8, device=DEVICE)
+    size = (cfg.batch_size, 2, 3, cfg.image_size, cfg.image_size)
+    images = torch.randint(256, size, dtype=torch.uint8, device=DEVICE)
     draws, count = torch.rand(cfg.batch_size, 2, 13), iter(range(1 << 30))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=CUDA)
 
@@ -102,13 +104,15 @@ def make_step(cfg: ser.Config) -> Callable[[], None]:
 
 
 def step() -> dict[str, Any]:
-    """A training step of ViT-S/16 at 224, MoCo-v3 beside SER: 16 images with 4 in b2 on a CPU, 256 on a GPU."""
-    images, settings = (256 if CUDA else 16), {"MoCo-v3": dict(ratio=0.0, cls_layer=0), "SER r=.25": dict(ratio=0.25)}
+    """A training step of ViT-S/16 at 224, MoCo-v3 beside SER: 16 images, 4 in b2; on a GPU 256, bf16."""
+    images = 256 if CUDA else 16
+    settings = {"MoCo-v3": dict(ratio=0.0, cls_layer=0), "SER r=.25": dict(ratio=0.25)}
     if CUDA:
         settings["SER r=.01"] = dict(ratio=3 / 256)
     rows = {}
     for compile in ([False, True] if CUDA else [False]):
-        steps = {name: make_step(ser.Config(batch_size=images, compile=compile, **how)) for name, how in settings.items()}
+        steps = {name: make_step(ser.Config(batch_size=images, compile=compile, **how))
+                 for name, how in settings.items()}
         peaks = {}
         for name, function in steps.items():   # warm up, and give each its own peak
             for _ in range(20 if compile else 1):
@@ -123,40 +127,43 @@ def step() -> dict[str, Any]:
             rows[label] = {"seconds": values, "ratio": ratio, "images_per_s": rate, "peak_gib": peaks[name],
                            "mfu": rate * 36.7e9 * 2 / 989e12 if CUDA else None}
             print(f"  {label:24} {spread(values):26} {rate:8.1f} images/s  {ratio:.3f}x MoCo-v3"
-                  + (f"  {peaks[name]:.1f} GiB, {100 * rows[label]['mfu']:.0f}% of 989 TFLOP/s" if CUDA else ""))
+                  + (f"  {peaks[name]:.1f} GiB, {rows[label]['mfu']:.0%} of 989 TFLOP/s" if CUDA else ""))
     return rows
 
 
+def peak() -> float:
+    """MB: the most that CUDA's allocator held, or the most that was resident."""
+    if CUDA:
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
 def loss_alone(chunk: int) -> None:
-    """What `loss` runs in a process of its own: 64 images x 196 tokens x 512, forward and backward; prints a result."""
+    """What `loss` runs in a process of its own: 64 images x 196 tokens x 512, forward and backward."""
     z, z_prime = (torch.randn(64, 196, 512, device=DEVICE, requires_grad=True) for _ in range(2))
     ser.patch_ntxent(z[:4], z_prime[:4]).backward()
-    before = torch.cuda.memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    since = time.perf_counter()
+    before, since = peak(), time.perf_counter()
     value = ser.patch_ntxent(z, z_prime, chunk=chunk or None)
     value.backward()
     value = value.item()
-    seconds = time.perf_counter() - since
-    peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "extra_mb": (peak - before) / 1e6, "value": value}))
+    print(json.dumps({"seconds": time.perf_counter() - since, "extra_mb": peak() - before, "value": value}))
 
 
 def loss() -> dict[str, Any]:
-    """patch_ntxent in blocks against all logits at once: time and extra peak memory, each in a fresh process."""
-    found: dict[str, list[dict]] = {"blocks of 32 MB": [], "all logits at once": []}
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}   # else glibc keeps freed blocks below 32 MB
+    """patch_ntxent in blocks against all logits at once: time, and extra peak memory, in fresh processes."""
+    found: dict[str, dict[str, list]] = {name: {"seconds": [], "extra_mb": []} for name in
+                                         ("blocks of 32 MB", "all logits at once")}
     for _ in range(3):
         for name, chunk in zip(found, (0, 64 * 196)):
-            run = subprocess.run([sys.executable, "-m", "paper.overhead", "--loss-alone", str(chunk)], text=True,
-                                 capture_output=True, env=environment, check=True)
-            found[name].append(json.loads(run.stdout))
-    z = torch.randn(64 * 196, 512, device=DEVICE)
-    keys = torch.randn(2 * 64 * 196, 512, device=DEVICE)
-    bare = in_turn(3, products=lambda: [block @ keys.T for _ in range(3) for block in z.split(512)])["products"]
+            # glibc keeps freed blocks below 32 MB: memory is measured with that off, time as it comes.
+            for figure, changed in (("seconds", {}), ("extra_mb", {"MALLOC_MMAP_THRESHOLD_": "1048576"})):
+                command = [sys.executable, "-m", "paper.overhead", "--loss-alone", str(chunk)]
+                run = subprocess.run(command, text=True, capture_output=True, env={**os.environ, **changed},
+                                     check=True)
+                found[name][figure].append(json.loads(run.stdout)[figure])
     for name, runs in found.items():
-        print(f"  {name:20} {spread([r['seconds'] for r in runs]):28} {spread([r['extra_mb'] for r in runs], 'MB')}")
-    print(f"  {'the 3 products alone':20} {spread(bare)}")
-    return {**found, "products": bare}
+        print(f"  {name:20} {spread(runs['seconds']):28} {spread(runs['extra_mb'], 'MB')}")
+    return found
 
 
 def jitter() -> dict[str, Any]:
@@ -183,10 +190,11 @@ def moco_v3_pipeline(blur: float, solarize: float) -> transforms.Compose:
 
 
 def loader(folder: str) -> dict[str, Any]:
-    """Images per second of one core: ser.Views (the jitter is the device's work) against moco-v3's two views."""
+    """Images per second of one core: ser.Views (jitter is the device's work) against moco-v3's two views."""
     torch.set_num_threads(1)
     paths = ser.list_images(folder)[:200]
-    views, first, second = ser.Views(paths, ser.Config()), moco_v3_pipeline(1.0, 0.0), moco_v3_pipeline(0.1, 0.2)
+    views = ser.Views(paths, ser.Config())
+    first, second = moco_v3_pipeline(1.0, 0.0), moco_v3_pipeline(0.1, 0.2)
 
     def theirs() -> None:
         for path in paths:
