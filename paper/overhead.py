@@ -54,7 +54,7 @@ def spread(values: list[float], unit: str = "s") -> str:
 
 
 def counts() -> dict[str, Any]:
-    """Trainable parameters, and MACs per image of the 2 online and 2 momentum forward passes, as the paper."""
+    """Trainable parameters, and MACs per image of the forward passes (2 online, 2 momentum), as the paper."""
     rows: dict[str, Any] = {}
     for name, ratio, cls_layer in (("MoCo-v3", 0.0, 0), ("SER", 0.01, 3)):
         with torch.device("meta"):
@@ -81,7 +81,7 @@ def counts() -> dict[str, Any]:
 
 
 def make_step(cfg: ser.Config) -> Callable[[], None]:
-    """A function that runs one training step (views, forward, backward) on random images, the grids changing."""
+    """A function that runs one training step, views included, on random images; the grids change."""
     model = ser.build(cfg).to(DEVICE)
     if cfg.compile:
         for block in (m for m in model.modules() if isinstance(m, ser.Block)):
