@@ -120,7 +120,7 @@ def step() -> dict[str, Any]:
                     torch.cuda.reset_peak_memory_stats()
                 function()
             peaks[name] = torch.cuda.max_memory_allocated() / 2 ** 30 if CUDA else None
-        seconds = in_turn(20 if CUDA else 11, **steps)
+        seconds = in_turn(20 if CUDA else 7, **steps)
         for name, values in seconds.items():
             ratio = statistics.median(a / b for a, b in zip(values, seconds["MoCo-v3"]))
             label, rate = name + ", compiled" * compile, images / statistics.median(values)
