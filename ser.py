@@ -114,7 +114,7 @@ class Config:
 
 # The same method at a size for drawn images, two CPU cores and three minutes.
 DRAWN = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,), workers=0,
-             ratio=0.125, moco_hidden=512, crop_min=0.3, batch_size=128, epochs=10.0, warmup_epochs=1.0,
+             ratio=0.125, moco_hidden=512, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0,
              base_lr=3e-3)
 
 # ------------------------------------------------------------------------------------------------------------
