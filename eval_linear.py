@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, BinaryIO, Callable, ClassVar, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,14 @@ from torchvision.transforms import RandomResizedCrop
 from tqdm import tqdm
 
 import ser
-from ser import (INF, MEAN, STD, TINY, Config, UserError, ViT, draw_images, leave_signals, list_images,
+from ser import (INF, MEAN, STD, TINY, Common, UserError, ViT, draw_images, leave_signals, list_images,
                  load_encoder, ranks_and_rank, read_image, require, resize, retrieval, rho, rng,
                  sample_geometry, setting)
 
-# ------------------------------------------------------------------------------------------------------------
-# 1. Settings: the protocol of 4.1, and what the release adds to it
+# ==== 1. Settings: the protocol of 4.1, and what the release adds to it =====================================
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All settings of an evaluation. Without --data, those of DRAWN take the place of the defaults."""
+    """All settings of an evaluation. Without --data, those of `drawn` take the place of the defaults."""
     data: str = setting("", 0, 0, "folder with train/CLASS/... and val/CLASS/...; none: drawn images")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run of ser.py")
     test: tuple[str, ...] = setting(("",), 0, 0, "NAME=DIR ..., further test sets DIR/CLASS/...; repeatable")
@@ -66,16 +65,15 @@ class Settings:
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the evaluating process loads")
     out: str = setting("", 0, 0, "file of the result; none: eval.json beside the checkpoint, -knn.json, ...")
 
+    drawn: ClassVar[dict[str, Any]] = dict(epochs=10, batch_size=64, workers=0)   # for two CPU cores
+
     @property
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
         name = f"eval{'-cache' * self.cache or '-knn' * self.knn}{'-random-init' * self.random_init}.json"
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
-DRAWN = dict(epochs=10, batch_size=64, workers=0)   # the same protocol for drawn images and two CPU cores
-
-# ------------------------------------------------------------------------------------------------------------
-# 2. Images: class folders, crops, and the order of training
+# ==== 2. Images: class folders, crops, and the order of training ============================================
 class Split(NamedTuple):
     """Labelled images."""
     source: Sequence[str] | Tensor   # n paths, or the images (n, 3, h, w) uint8 themselves
@@ -156,8 +154,7 @@ class Crops(torch.utils.data.Dataset):
         crop = resize(image[None, :, top:top + h, left:left + w], (self.size, self.size))[0]
         return crop.flip(-1) if flip else crop, label
 
-# ------------------------------------------------------------------------------------------------------------
-# 3. Features: the frozen encoder, behind one way to read images or a cache of their features
+# ==== 3. Features: the frozen encoder, behind one way to read images or a cache of their features ===========
 @torch.no_grad()
 def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """uint8 images (B, 3, S, S) -> (B, blocks * D) fp32, the [CLS] of the last `blocks` blocks."""
@@ -216,8 +213,7 @@ class Frozen:
             self.tables[name] = tuple(torch.cat(column) for column in zip(*parts))
         return self.tables[name]
 
-# ------------------------------------------------------------------------------------------------------------
-# 4. Linear heads: every learning rate in one training (paper 4.1)
+# ==== 4. Linear heads: every learning rate in one training (paper 4.1) ======================================
 class Heads(nn.Module):
     """A linear layer for each learning rate, all from the same weights N(0, .01) and biases 0."""
     def __init__(self, lrs: Sequence[float], classes: int, width: int, seed: int):
@@ -293,8 +289,7 @@ def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]
     return {"batch": batch, "rates": rows, "chosen_on": chosen_on,
             "best": max(rows, key=lambda row: row[chosen_on]["top1"])}
 
-# ------------------------------------------------------------------------------------------------------------
-# 5. k-NN and the equivariance score
+# ==== 5. k-NN and the equivariance score ====================================================================
 @torch.no_grad()
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: int = 20) -> float:
     """Share of the test features (n, D), labels (n,), whose class the k nearest in train (m, D), (m,), tell
@@ -333,11 +328,16 @@ def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> tupl
         sums += len(x) * torch.stack([cosine, retrieval(z, z_prime)]).double().cpu()
     return tuple((sums / len(images)).tolist())
 
-def report(cfg: Config, path: Path) -> None:
+def untrained(seed: int, shape: dict[str, int]) -> ViT:
+    """The encoder that a run with this seed began with, as in ser.build."""
+    torch.manual_seed(seed)
+    return ViT(**shape).eval()
+
+def report(cfg: Common, path: Path) -> None:
     """Print what a run on drawn images taught its encoder: before and after, on images it has not seen."""
     sets, layer = [draw_images(n, cfg.image_size, seed) for _, n, seed in DRAWN_SETS], cfg.equiv_layers[0]
     images, rows = (sets[1][0][:512].float() / 255 - MEAN) / STD, {}
-    for encoder in (ser.build(cfg).base.encoder.eval(), load_encoder(path)):
+    for encoder in (untrained(cfg.seed, load_encoder(path).shape), load_encoder(path)):
         for element in ("rot90", "hflip", "scale"):
             cosine, top1 = equivariance(encoder, images, layer, element)
             rows.setdefault(f"{element}: cosine of rho f(x) and f(rho x)", []).append(cosine)
@@ -349,11 +349,10 @@ def report(cfg: Config, path: Path) -> None:
     for name, values in rows.items():
         guess = "".join(f"{value:10.4f}" for word, value in chance.items() if word in name) or "         -"
         print(f"  {name:45}" + "".join(f"{value:10.3f}" for value in values) + guess)
-    print(f"\nNext, the control: python ser.py --weight 0 --out {cfg.out}-control"
-          "\nor your own images: python ser.py --data FOLDER --batch-size 256 --out runs/mine")
+    print(f"\nNext, the control: python {cfg.program} --weight 0 --out {cfg.out}-control"
+          f"\nor your own images: python {cfg.program} --data FOLDER --batch-size 256 --out runs/mine")
 
-# ------------------------------------------------------------------------------------------------------------
-# 6. Evaluation: a checkpoint in, a table and a JSON file out; and the command line
+# ==== 6. Evaluation: a checkpoint in, a table and a JSON file out; and the command line =====================
 def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
     """The encoder, the step of its checkpoint, and the checkpoint's digest. With random_init it has the
     weights that the run began with: those of the run's seed, as in ser.build. Raises UserError."""
@@ -361,9 +360,9 @@ def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
     lacks = sorted({"step", "shape", "config", "model"} - set(state))
     require(not lacks, f"{cfg.checkpoint} lacks {' '.join(lacks)}: it is no checkpoint of ser.py")
     digest = hashlib.sha256(Path(cfg.checkpoint).read_bytes()).hexdigest()[:16]
-    torch.manual_seed(state["config"]["seed"])
-    return (ViT(**state["shape"]).eval(), 0, digest) if cfg.random_init else (
-        load_encoder(cfg.checkpoint), state["step"], digest)
+    if cfg.random_init:
+        return untrained(state["config"]["seed"], state["shape"]), 0, digest
+    return load_encoder(cfg.checkpoint), state["step"], digest
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Evaluate a checkpoint; returns what rank 0 writes to cfg.result. Raises UserError, on all ranks."""
@@ -433,7 +432,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     repeated = argparse.ArgumentParser(add_help=False, allow_abbrev=False)   # ser.parse would keep the last
     repeated.add_argument("--test", nargs="*", action="extend", default=[])
     found, rest = repeated.parse_known_args(argv)
-    return dataclasses.replace(ser.parse(rest, Settings, DRAWN, __doc__), test=tuple(found.test))
+    return dataclasses.replace(ser.parse(rest, Settings), test=tuple(found.test))
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code: 0, or 2 after one line about a mistake."""
@@ -450,9 +449,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 if __name__ == "__main__":
-    code = main()
-    if dist.is_initialized():   # gloo's threads can abort an interpreter that ends normally, all work done
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    ser.leave(main())

@@ -14,23 +14,23 @@ rho_g is known, not learned: quarter turns and flips permute tokens, scaling res
     torchrun --nproc_per_node=8 ser.py --data /imagenet    the paper's main setting
 
     paper                          here                 paper                        here
-    3.1  group G, action rho_g     Geometry, rho        4.1  base method             MoCoV3
-    3.1  g = g2 g1^-1              relative             4.1  hyperparameters         Config
+    3.1  rho_g, g = g2 g1^-1       rho, relative        4.1  base method, settings   MoCoV3, Config
     3.1  f = f2 . f1, [CLS]        ViT(cls_layer=)      r, lambda (sensitivity)      --ratio, --weight
     3.2  T, T_eq, b1 and b2        Views, make_views    group elements (ablation)    --group
     3.3  L_equiv                   patch_ntxent         layers (figure, Table 3)     --equiv-layers
     Eq. 3, Algorithm 1             SER.forward          A.2  equivariance score      eval_linear.equivariance
-Against the released code: L_equiv has a gradient; g1 and g2 are independent; tokens are aligned, then
-projected; both sides are online features; negatives come from z and z' (README lists it all).
-`# Paper:` marks a line that is the paper's, `# Choice:` one where it is silent or the release differs.
+Unlike the release (see README): L_equiv has a gradient, g1 and g2 are independent, tokens are aligned, then
+projected. `# Paper:` marks a line of the paper, `# Choice:` one where it is silent or the release differs.
 1 Config, 2 The group G, 3 Views, 4 Encoder, 5 Equivariance loss, 6 Base method, 7 SER, 8 Data, 9 Training,
 10 Command line. Axes: B images, N tokens, H x W token grid (rows first), D width, K projection, W ranks.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -40,22 +40,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
 
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")   # a Mac's GPU lacks a kernel of `resize`
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 import torchvision
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 from tqdm import tqdm
 
-# ------------------------------------------------------------------------------------------------------------
-# 1. Config: every setting with its unit, the paper's value, and the source of what the paper does not say
+# ==== 1. Config: every setting, its unit, the paper's value, and where the paper is silent, its source ======
 class UserError(ValueError):
     """A mistake that a person can mend: one line on stderr and exit code 2, no traceback."""
 
@@ -69,10 +67,21 @@ def setting(default: Any, least: float, most: float, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
 
 TINY, INF = 1e-9, math.inf
+class View(NamedTuple):
+    """What T does to make one view, beside a flip, colour jitter and grayscale, alike for all (paper 3.2)."""
+    size: int                     # side, pixels
+    area: tuple[float, float]     # of the crop, share of the image
+    blur: float                   # probability
+    solarize: float               # probability
+
+# The method at a size for drawn images, two CPU cores and three minutes.
+SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,), workers=0,
+             ratio=0.125, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0, base_lr=3e-3)
+
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """All settings of a run. The defaults are the paper's MoCo-v3 + SER on ImageNet (4.1); without --data,
-    those of DRAWN take their place."""
+class Common:
+    """The settings that every base method shares. The defaults are the paper's on ImageNet (4.1); without
+    --data, those of `drawn` take their place. A subclass may override the members below the fields."""
     data: str = setting("", 0, 0, "folder of images, any depth, with or without train/; none: drawn images")
     out: str = setting("runs/ser", 0, 0, "folder of last.pt, log.jsonl, views.png; a run there is resumed")
     image_size: int = setting(224, 16, INF, "side of a view, pixels (paper: 224)")
@@ -87,9 +96,6 @@ class Config:
     temperature: float = setting(0.3, TINY, INF, "tau of the equivariance loss (paper: 0.3; DINO 0.5)")
     equiv_layers: tuple[int, ...] = setting((3,), 1, INF, "blocks whose token map is regularised (paper: 3)")
     group: tuple[str, ...] = setting(("rot90", "hflip", "scale"), 0, 0, "elements of G, any of these three")
-    moco_temperature: float = setting(0.2, TINY, INF, "temperature of InfoNCE (MoCo-v3: 0.2)")
-    moco_momentum: float = setting(0.99, 0, 1, "first momentum of the keys, rising to 1 (MoCo-v3: 0.99)")
-    moco_hidden: int = setting(4096, 1, INF, "hidden width of projector and predictor (MoCo-v3: 4096)")
     crop_min: float = setting(0.08, TINY, 1, "least area of a crop, share of the image (MoCo-v3: 0.08)")
     batch_size: int = setting(2048, 1, INF, "images per step, over all ranks (paper: 2048)")
     epochs: float = setting(100.0, TINY, INF, "passes over the data; fractions are fine (paper: 100)")
@@ -108,21 +114,46 @@ class Config:
         """Peak learning rate, linear in the total batch."""
         return self.base_lr * self.batch_size / 256
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """T of every view of an image, in pairs between which L_equiv is taken; here as in MoCo-v3."""
+        area = (self.crop_min, 1.0)
+        return View(self.image_size, area, 1.0, 0.0), View(self.image_size, area, 0.1, 0.2)
+
     def b2_images(self, ranks: int) -> int:
         """|b2| of a rank: r B / W to the nearest integer, so that all ranks gather the same shapes."""
         return math.floor(self.ratio * self.batch_size / ranks + 0.5)
 
-# The same method at a size for drawn images, two CPU cores and three minutes.
-DRAWN = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,), workers=0,
-             ratio=0.125, moco_hidden=512, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0,
-             base_lr=3e-3)
+    def optimizer(self, model: nn.Module, **how: Any) -> torch.optim.Optimizer:
+        """AdamW on all that is trained."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, self.lr, weight_decay=self.weight_decay, **how)
 
-# ------------------------------------------------------------------------------------------------------------
-# 2. The group G: one operator for pixels and for tokens (paper 3.1)
+    def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
+        """What changes between the backward pass and the step, at a fractional epoch: the schedules."""
+        for group in optimizer.param_groups:
+            group["lr"] = warmup_cosine(epoch, self.warmup_epochs, self.epochs, self.lr)
+
+def warmup_cosine(epoch: float, warmup: float, epochs: float, peak: float, end: float = 0.0) -> float:
+    """Linear from 0 to `peak` over the warmup, then half a cosine to `end`."""
+    if epoch < warmup:
+        return peak * epoch / warmup
+    rest = min((epoch - warmup) / max(epochs - warmup, TINY), 1)
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * rest))
+
+@dataclasses.dataclass(frozen=True)
+class Config(Common):
+    """MoCo-v3 + SER, the paper's main setting."""
+    moco_temperature: float = setting(0.2, TINY, INF, "temperature of InfoNCE (MoCo-v3: 0.2)")
+    moco_momentum: float = setting(0.99, 0, 1, "first momentum of the keys, rising to 1 (MoCo-v3: 0.99)")
+    moco_hidden: int = setting(4096, 1, INF, "hidden width of projector and predictor (MoCo-v3: 4096)")
+    drawn: ClassVar[dict[str, Any]] = SMALL | dict(moco_hidden=512)
+    program: ClassVar[str] = "ser.py"   # in messages
+
+# ==== 2. The group G: one operator for pixels and for tokens (paper 3.1) ====================================
 class Geometry(NamedTuple):
-    """One element of G per image: a flip, then quarter turns, then resampling to a grid. The grid is that of
-    the *result* and is shared, so that views stack: an image with an odd number of turns is turned first and
-    resampled then. flip and turns stay on the CPU, where reading them stalls no GPU."""
+    """One element of G per image: a flip, then quarter turns, then resampling to a grid, which is that of the
+    *result*, and shared, so that views stack. flip and turns stay on the CPU: reading them stalls no GPU."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) in tokens, rows first
@@ -132,8 +163,8 @@ def sample_geometry(batch: int, grid: int = 14, area: Sequence[float] = (0.7, 1.
                     elements: Sequence[str] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
     """A flip and turns for every image, and one grid for all: area uniform, relative to grid^2; aspect W / H
-    log-uniform; sides rounded (10..18 tokens for grid 14). What `elements` leaves out stays at the identity,
-    and the draws of the others do not change. Raises ValueError for an unknown element."""
+    log-uniform; sides rounded (10..18 tokens for grid 14). What `elements` leaves out stays the identity, and
+    the draws of the others do not change. Raises ValueError for an unknown element."""
     require(set(elements) <= {"rot90", "hflip", "scale"}, f"group {elements}: choose from rot90 hflip scale")
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
@@ -146,9 +177,8 @@ def sample_geometry(batch: int, grid: int = 14, area: Sequence[float] = (0.7, 1.
                     scaled if "scale" in elements else (grid, grid))
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g2 g1^-1, which takes view 1 to view 2 (paper 3.1). A quarter turn R and the flip F have F R = R^-1 F,
-    so R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2), s = -1 if just one of the two flips, else 1. Of
-    the two scalings, the grid of g2 remains."""
+    """g2 g1^-1, which takes view 1 to view 2 (paper 3.1). The turn R and the flip F have F R = R^-1 F, so
+    R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2), s = -1 if only one flips, else 1; on g2's grid."""
     flip = g1.flip ^ g2.flip
     return Geometry(flip, (g2.turns - torch.where(flip, -1, 1) * g1.turns) % 4, g2.grid)
 
@@ -161,10 +191,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
-
     cell=1 acts on token maps, cell=patch_size on pixels: the same code, so that an image and its map move
-    alike. Flips and turns are permutations, bit for bit; only a size that is not the wanted one is
-    resampled."""
+    alike. Flips and turns are permutations, bit for bit; a size that is not the wanted one is resampled."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
     element = 4 * g.flip + g.turns        # (B,) which of the eight permutations, 0..7
     order = element.argsort()             # puts the images that share one side by side
@@ -174,8 +202,7 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
              for e, part in enumerate(groups) if len(part)]
     return torch.cat(moved)[order.argsort().to(x.device, non_blocking=x.is_cuda)]
 
-# ------------------------------------------------------------------------------------------------------------
-# 3. Views: T for b1, T_eq for b2, and the photometric jitter of both (paper 3.2)
+# ==== 3. Views: T for b1, T_eq for b2, and the photometric jitter of both (paper 3.2) =======================
 class Batch(NamedTuple):
     """What SER takes, on the device."""
     views: list[list[Tensor]]          # views[v]: the image batches (B_i, 3, h, w) of view v, b1 before b2
@@ -183,8 +210,7 @@ class Batch(NamedTuple):
 
 MEAN, STD = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)   # of ImageNet
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator for this key alone, whatever was drawn before: a resumed run draws the same, whatever
-    its workers, and no two keys share their draws."""
+    """A CPU generator for this key alone: a resumed run draws the same, and no two keys share their draws."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))   # SHA-512 of the text
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -217,12 +243,10 @@ OPERATIONS = {   # images (n, 3, h, w) in [0, 1], a parameter for each (n, 1, 1,
     "solarize": lambda x, threshold: torch.where(x >= threshold, 1 - x, x),
 }
 
-def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
-    """MoCo-v3's photometric augmentation, with parameters of its own for every image; then normalisation.
-
-    x: (B, 3, h, w) in [0, 1]; draws: (B, 13) uniform in [0, 1), on the CPU; view 0 and 1 differ in blur and
-    solarization. Colour jitter (.4, .4, .2, .1) in random order with probability .8, grayscale .2, blur
-    1 / .1 with sigma .1..2, solarization 0 / .2. torchvision would give one draw to the whole batch."""
+def photometric(x: Tensor, draws: Tensor, blur: float, solarize: float) -> Tensor:
+    """MoCo-v3's photometric augmentation with draws for every image (torchvision: one for all), normalised.
+    x: (B, 3, h, w) in [0, 1]; draws: (B, 13) uniform in [0, 1), on the CPU. Colour jitter (.4, .4, .2, .1) in
+    random order with probability .8, grayscale .2; blur (sigma .1..2) and solarization with those given."""
     u = draws.unbind(1)
     jitter = {"brightness": 0.6 + 0.8 * u[1], "contrast": 0.6 + 0.8 * u[2], "saturation": 0.8 + 0.4 * u[3],
               "hue": 0.2 * u[4] - 0.1}
@@ -230,8 +254,8 @@ def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
     steps = [(name, value, (u[0] < 0.8) & (order[:, slot] == k))
              for slot in range(4) for k, (name, value) in enumerate(jitter.items())]
     steps += [("grayscale", u[9], u[9] < 0.2),
-              ("blur", 0.1 + 1.9 * u[10], u[11] < (1.0, 0.1)[view]),
-              ("solarize", torch.full_like(u[12], 128 / 255), u[12] < (0.0, 0.2)[view])]
+              ("blur", 0.1 + 1.9 * u[10], u[11] < blur),
+              ("solarize", torch.full_like(u[12], 128 / 255), u[12] < solarize)]
     x = x.clone()   # the caller's stays
     for name, value, taken in steps:
         rows = taken.nonzero().flatten()   # known on the CPU, so that nothing waits for a GPU
@@ -241,36 +265,40 @@ def photometric(x: Tensor, draws: Tensor, view: int) -> Tensor:
             x[rows] = OPERATIONS[name](x[rows], value)
     return (x - MEAN.to(x, non_blocking=x.is_cuda)) / STD.to(x, non_blocking=x.is_cuda)
 
-def make_views(images: Tensor, draws: Tensor, cfg: Config, step: int, rank: int, ranks: int) -> Batch:
-    """Two views of b1 and b2: geometry first, then jitter, independent between the views.
-
-    images: (B, 2, 3, S, S) uint8 on the device, b1 first: two crops; then b2: the whole image, twice.
-    draws: (B, 2, 13) on the CPU. Every rank draws the geometry of all b2 images of the step and keeps its own
-    rows: so the ranks agree on the grid without talking, and none repeats another's draws."""
+def make_views(images: list[Tensor], draws: Tensor, cfg: Common, step: int, rank: int, ranks: int) -> Batch:
+    """Geometry, then jitter, independent between the views. images: of each view, (B, 3, S_v, S_v) uint8 on
+    the device, first b1: crops, then b2: the whole image; draws: (B, V, 13) on the CPU. Every rank draws the
+    geometry of all b2 images and keeps its rows: the ranks agree on the grid, and none repeats draws."""
     b2 = cfg.b2_images(ranks)
-    b1, own = len(images) - b2, slice(rank * b2, (rank + 1) * b2)
+    b1, own = len(draws) - b2, slice(rank * b2, (rank + 1) * b2)
     views, geometry = [], []
-    for view in (0, 1):
-        x, u = images[:, view].float() / 255, draws[:, view]
-        views.append([photometric(x[:b1], u[:b1], view)] if b1 else [])
+    for v, (view, x, u) in enumerate(zip(cfg.views, images, draws.unbind(1))):
+        x, jitter = x.float() / 255, (view.blur, view.solarize)
+        views.append([photometric(x[:b1], u[:b1], *jitter)] if b1 else [])
         if b2:
-            g = sample_geometry(ranks * b2, cfg.image_size // cfg.patch_size, elements=cfg.group,
-                                generator=rng(cfg.seed, "geometry", step, view))
+            g = sample_geometry(ranks * b2, view.size // cfg.patch_size, elements=cfg.group,
+                                generator=rng(cfg.seed, "geometry", step, v))
             geometry.append(Geometry(g.flip[own], g.turns[own], g.grid))
-            views[view].append(photometric(rho(geometry[view], x[b1:], cfg.patch_size), u[b1:], view))
+            views[v].append(photometric(rho(geometry[v], x[b1:], cfg.patch_size), u[b1:], *jitter))
     return Batch(views, geometry or None)
 
-# ------------------------------------------------------------------------------------------------------------
-# 4. Encoder: a ViT that takes image batches of any sizes in one pass (paper 3.1)
+# ==== 4. Encoder: a ViT that takes image batches of any sizes in one pass (paper 3.1) =======================
 class Block(nn.Module):
     """Pre-norm transformer block on packed tokens, with timm's parameter names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.heads, self.drop_path = heads, 0.0
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
+
+    def survive(self, branch: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
+        """Stochastic depth: in training, an image loses the branch with probability `drop_path`."""
+        if not (self.training and self.drop_path):
+            return branch
+        keep = [torch.rand(B, 1, device=branch.device).ge(self.drop_path).expand(B, N) for B, N in shapes]
+        return branch * torch.cat([k.flatten() for k in keep])[:, None] / (1 - self.drop_path)
 
     def forward(self, x: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
         """x: (T, D), the tokens of all images end to end; shapes: (B_i, N_i) of the batches among them. Only
@@ -279,16 +307,16 @@ class Block(nn.Module):
         for part, (B, N) in zip(qkv.split([B * N for B, N in shapes]), shapes):
             q, k, v = part.view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4)    # (B, heads, N, D / heads)
             attended.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B * N, -1))
-        x = x + self.attn["proj"](torch.cat(attended))
+        x = x + self.survive(self.attn["proj"](torch.cat(attended)), shapes)
         # On a CPU in parts: glibc maps memory above 32 MB anew each time, and that costs a fifth of a step.
         parts = self.norm2(x).split(len(x) if x.is_cuda else 2 ** 22 // self.mlp["fc1"].out_features)
-        return x + torch.cat([self.mlp["fc2"](F.gelu(self.mlp["fc1"](part))) for part in parts])
+        mlp = torch.cat([self.mlp["fc2"](F.gelu(self.mlp["fc1"](part))) for part in parts])
+        return x + self.survive(mlp, shapes)
 
 def position_codes(H: int, W: int, dim: int, base: int, device: torch.device | None = None) -> Tensor:
     """MoCo-v3's fixed 2-D sin-cos codes, (H * W, dim): half of the width for rows, half for columns.
     Evaluated at the patch centres in the coordinates of a base x base grid, (i + 0.5) * base / H - 0.5: a
-    scaled view shows the same content on another grid, and content keeps its code. At H = W = base they are
-    MoCo-v3's own."""
+    scaled view shows the same content on another grid, and content keeps its code. MoCo-v3's own at H = W."""
     omega = 10000 ** -(torch.arange(dim // 4, device=device) / (dim // 4))
     angles = [((torch.arange(n, device=device) + 0.5) * base / n - 0.5)[:, None] * omega for n in (H, W)]
     rows, columns = (torch.cat([a.sin(), a.cos()], dim=1) for a in angles)
@@ -301,10 +329,8 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1, a vision transformer whose [CLS] token enters after block `cls_layer` (paper 3.1).
-
-    With cls_layer=0 it computes what timm's ViT does from the same weights. Position codes are fixed, [CLS]
-    has none. The patch embedding is random and frozen, MoCo-v3's trick for stable training. Raises ValueError
-    for sizes that do not fit together."""
+    With cls_layer=0 it is timm's ViT, from the same weights. Position codes are fixed, [CLS] has none. The
+    patch embedding is random and frozen, MoCo-v3's trick. Raises ValueError for sizes that do not fit."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -320,8 +346,7 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        # MoCo-v3's initialisation: Xavier-uniform, zero biases; query, key and value count as three matrices,
-        # a bound of sqrt(6 / 2D) in place of sqrt(6 / 4D).
+        # MoCo-v3: Xavier-uniform, zero biases; qkv is three matrices: bound sqrt(6 / 2D), not sqrt(6 / 4D).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 nn.init.xavier_uniform_(module.weight.flatten(1), 2 ** 0.5 if name.endswith("qkv") else 1.0)
@@ -333,14 +358,12 @@ class ViT(nn.Module):
         on_grid = x.shape[-2] % self.patch_size == 0 == x.shape[-1] % self.patch_size
         require(on_grid, f"{tuple(x.shape[-2:])} pixels are off the grid of patch size {self.patch_size}")
         tokens = self.patch_embed["proj"](x)
-        codes = position_codes(*tokens.shape[-2:], self.dim, self.grid, x.device)
-        return tokens.flatten(2).transpose(1, 2) + codes
+        return tokens.flatten(2).mT + position_codes(*tokens.shape[-2:], self.dim, self.grid, x.device)
 
     def layers(self, images: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Run all image batches at once; yield (l, tokens after block l) for l = 0..depth, the tokens as one
-        (B_i, N_i, D) per batch, with [CLS] in front where l > cls_layer. All but the attention sees the
-        tokens of all batches end to end: b2 is 1% of the images, and a pass of its own would cost far more
-        than 1% of the time."""
+        (B_i, N_i, D) per batch, with [CLS] in front where l > cls_layer. All but attention sees all tokens in
+        one piece: b2 is 1% of the images, and a pass of its own would cost far more than 1% of the time."""
         tokens = [self.embed(x) for x in images]
         for layer in range(self.depth + 1):
             if layer == self.cls_layer + 1:
@@ -369,12 +392,10 @@ class ViT(nn.Module):
         return torch.cat([self.norm(tokens[0][:, 0]) for layer, tokens in self.layers([x])
                           if layer > self.depth - n], dim=1)
 
-# ------------------------------------------------------------------------------------------------------------
-# 5. Equivariance loss: NT-Xent over patches (paper 3.3)
+# ==== 5. Equivariance loss: NT-Xent over patches (paper 3.3) ================================================
 class AllGather(torch.autograd.Function):
-    """(B, ...) of every rank -> (W * B, ...), carrying the gradient; B must be the same everywhere. A rank's
-    rows enter the loss of every rank, so their gradient is the sum of what all ranks send back. With the mean
-    over ranks that DDP takes, W ranks equal one process."""
+    """(B, ...) of every rank -> (W * B, ...), with the gradient; B must be the same everywhere. A rank's rows
+    enter the loss of every rank, so their gradient is the sum over ranks; DDP's mean makes W equal one."""
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -391,16 +412,13 @@ class AllGather(torch.autograd.Function):
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
                  chunk: int | None = None) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and positions j of
-
       -log  exp s(z_ij, z'_ij) / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
-
     with s the cosine over tau: the negatives are all tokens of *other* images, of both views.
     z: (B, N, K), the projections of rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in
     fp32. Returns a scalar. With several ranks, anchors are local and keys come from all ranks, with their
     gradient; the mean over ranks is the loss of the whole batch. chunk: anchors per block of logits; blocks
     are computed again in the backward pass, so that memory does not grow with the anchors, at equal value and
-    gradient; None: blocks of 32 MB. Raises ValueError for shapes that differ, tau <= 0, chunk < 1, or a
-    single image, which has no negatives."""
+    gradient; None: 32 MB. Raises ValueError for unequal shapes, tau <= 0, chunk < 1, or a single image."""
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"patch_ntxent: shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
@@ -417,7 +435,6 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         positive = (anchors * targets).sum(-1).flatten() / temperature                      # (B * N)
         anchors = anchors.reshape(B * N, K) / temperature
         owner = torch.arange(first, first + B, device=z.device).repeat_interleave(N)    # image of an anchor
-
         def block(anchors, positive, owner, keys):
             # own[a, m]: key image m is the anchor's own i; its 2N keys are no negatives.     m=0 1 2
             # Choice: z anchors, z and z' give negatives, as in the paper; in the         i=0   T . .
@@ -426,7 +443,6 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
             logits = (anchors @ keys.T).view(-1, images, 2 * N).masked_fill_(own[..., None], -torch.inf)
             # -log(e^p / (e^p + sum e^l)) = softplus(logsumexp(l) - p), which cannot overflow.
             return torch.nn.functional.softplus(logits.flatten(1).logsumexp(1) - positive).sum()
-
         chunk = chunk or max(1, 2 ** 23 // len(keys))
         if chunk >= B * N:   # a single block: nothing to save by computing it twice
             return block(anchors, positive, owner, keys) / (B * N)
@@ -434,8 +450,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False,
                                                      preserve_rng_state=False) for part in blocks) / (B * N)
 
-# ------------------------------------------------------------------------------------------------------------
-# 6. Base method: MoCo-v3 (paper 4.1)
+# ==== 6. Base method: MoCo-v3 (paper 4.1) ===================================================================
 def ranks_and_rank() -> tuple[int, int]:
     """(W, own rank); (1, 0) in a single process."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -453,8 +468,9 @@ class MoCoV3(nn.Module):
         base.encoder        the online ViT; SER runs it once per step, on all image batches
         base(views, cls)    the invariance loss; views as in Batch, cls the final embeddings, (B, D) per view
         base.update(p)      called before every step, at progress p in [0, 1)
-        base.diagnostics    name -> scalar, what the last forward pass measured, for the log
+        base.diagnostics    optional: name -> scalar, what the last forward pass measured, for the log
     """
+    pairs: Sequence[tuple[int, int]] = ((0, 1), (1, 0))   # (query view, key view)
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096, temperature: float = 0.2,
                  momentum: float = 0.99):
         super().__init__()
@@ -475,12 +491,12 @@ class MoCoV3(nn.Module):
         self.diagnostics["momentum"] = m
 
     def forward(self, views: list[list[Tensor]], cls: list[Tensor]) -> Tensor:
-        """InfoNCE of each view's queries against the other view's keys, the two directions added."""
+        """InfoNCE of one view's queries against another view's keys, added over `pairs`."""
         queries = [self.predictor(self.projector(c)) for c in cls]
         with torch.no_grad():
-            encoded = iter(self.momentum_encoder([x for view in views for x in view]))
-            keys = [self.momentum_projector(torch.cat([next(encoded).cls for _ in view])) for view in views]
-        return self.contrast(queries[0], keys[1]) + self.contrast(queries[1], keys[0])
+            keys = {k: self.momentum_projector(torch.cat([e.cls for e in self.momentum_encoder(views[k])]))
+                    for k in {k for _, k in self.pairs}}
+        return sum(self.contrast(queries[q], keys[k]) for q, k in self.pairs)
 
     def contrast(self, q: Tensor, k: Tensor) -> Tensor:
         """2T times the cross-entropy of q (B, K) over the keys of all ranks; 2T ln(W B) at chance."""
@@ -489,12 +505,12 @@ class MoCoV3(nn.Module):
             q, k = F.normalize(q.float(), dim=1), F.normalize(k.float(), dim=1)
             logits = q @ (AllGather.apply(k) if ranks > 1 else k).T / self.temperature      # (B, W * B)
             labels = torch.arange(len(q), device=q.device) + rank * len(q)
+            scale = 2 * self.temperature
             self.diagnostics |= {"inv_top1": (logits.argmax(1) == labels).float().mean(),
-                                 "inv_chance": 4 * self.temperature * math.log(logits.shape[1])}
-            return F.cross_entropy(logits, labels) * 2 * self.temperature
+                                 "inv_chance": scale * len(self.pairs) * math.log(logits.shape[1])}
+            return F.cross_entropy(logits, labels) * scale
 
-# ------------------------------------------------------------------------------------------------------------
-# 7. SER: Algorithm 1 around any base method
+# ==== 7. SER: Algorithm 1 around any base method ============================================================
 @torch.no_grad()
 def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
     """Share of the tokens in z (B, N, K) whose most similar one of all in z_prime is their counterpart."""
@@ -504,7 +520,7 @@ def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
 
 class SER(nn.Module):
     """The loss of `base`, plus weight * L_equiv, averaged over `layers`, each of which has a LayerNorm and a
-    projector of its own. Raises ValueError for a layer outside 1..depth."""
+    projector of its own, and added over the pairs of views. Raises ValueError for a layer not in 1..depth."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3, out_dim: int = 512):
         super().__init__()
@@ -522,33 +538,29 @@ class SER(nn.Module):
         rest = iter(self.base.encoder([x for view in views for x in view], self.layers if geometry else ()))
         encoded = [[next(rest) for _ in view] for view in views]
         cls = [torch.cat([e.cls for e in view]) for view in encoded]
-        # Choice: one invariance loss over b1 and b2, every anchor weighing 1 / |B|. L_inv1 + L_inv2 are then
-        # the parts of that sum, and r -> 0 gives the baseline. The release does so too; Eq. 3 read literally
-        # would weigh a b2 image 84 times a b1 image at 3 of 256.
+        # Choice: one invariance loss over b1 and b2, every anchor weighing 1 / |B|, as the release: r -> 0 is
+        # the baseline. Eq. 3 read literally would weigh a b2 image 84 times a b1 image at 3 of 256.
         inv = self.base(views, cls)
-        losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
+        losses = {"loss": inv, "inv": inv.detach(), **getattr(self.base, "diagnostics", {})}
         if diagnose:   # 1: spread over the sphere, 0: collapsed to a point
             losses["feature_std"] = F.normalize(cls[0].detach().float(), dim=1).std(0).norm()
         if not geometry:
             return losses
-        g, terms = relative(geometry[1], geometry[0]), []
-        for layer in self.layers:
-            h1, h2 = (view[-1].maps[layer].float() for view in encoded)   # of b2, (B2, D, H_v, W_v)
+        equiv, chance, ranks = 0.0, 0.0, ranks_and_rank()[0]
+        for layer, v in itertools.product(self.layers, range(0, len(views) - 1, 2)[::-1]):
+            h1, h2 = (view[-1].maps[layer].float() for view in encoded[v:v + 2])   # of b2, (B2, D, H_v, W_v)
             # Paper: 3.3, align f1(x1), then project; not the other way round.
-            h, h_prime = (m.flatten(2).mT for m in (rho(g, h1), h2))              # (B2, N, D)
+            h, h_prime = (m.flatten(2).mT for m in (rho(relative(geometry[v + 1], geometry[v]), h1), h2))
             z, z_prime = (self.heads[str(layer)](tokens) for tokens in (h, h_prime))   # (B2, N, K)
-            terms.append(patch_ntxent(z, z_prime, self.temperature))
-        equiv = sum(terms) / len(terms)
-        if diagnose:   # of the last layer
-            losses |= {"equiv_chance": math.log(1 + 2 * z.shape[1] * (ranks_and_rank()[0] * len(z) - 1)),
-                       "patch_top1": retrieval(z, z_prime),
+            equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
+            chance += math.log(1 + 2 * z.shape[1] * (ranks * len(z) - 1)) / len(self.layers)
+        if diagnose:   # of the last layer, and the first two views
+            losses |= {"equiv_chance": chance, "patch_top1": retrieval(z, z_prime),
                        "aligned_cos": F.cosine_similarity(h, h_prime, dim=-1).mean().detach()}
         # Paper: Eq. 3. With weight 0 the term is still computed: the control differs in nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
 
-
-# ------------------------------------------------------------------------------------------------------------
-# 8. Data: image files, drawn images, and the order of a run
+# ==== 8. Data: image files, drawn images, and the order of a run ============================================
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
 def list_images(folder: str) -> list[str]:
     """Sorted paths of the images below folder/train, or below folder if it has none; labels play no part."""
@@ -560,15 +572,12 @@ def list_images(folder: str) -> list[str]:
     return paths
 
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB, upright; raises what Pillow raises. torchvision decodes faster,
-    to the same pixels, and by signature: ImageNet has a PNG named .JPEG. What it cannot, or not to 8 bits,
-    Pillow may."""
-    try:
+    """An image file as (3, h, w) uint8 RGB, upright; raises what Pillow raises. torchvision is faster, for
+    the same pixels, and goes by signature (ImageNet has a PNG named .JPEG); Pillow reads what it cannot."""
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):   # the last: no decoders there
         image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
-    except (RuntimeError, ValueError, AttributeError):   # the last where torchvision comes without decoders
-        image = None
-    if image is not None and image.dtype == torch.uint8 and image.dim() == 3:
-        return image
+        if image.dtype == torch.uint8 and image.dim() == 3:
+            return image
     with Image.open(path) as image:
         return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
 
@@ -593,15 +602,14 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (images.clamp(0, 1) * 255).to(torch.uint8), labels
 
 class Views(torch.utils.data.Dataset):
-    """Key (epoch, index, in_b2) -> ((2, 3, S, S) uint8, (2, 13) draws, name of a broken file or ""): two
-    crops for b1, the whole image twice for b2, from one decode, with all draws from (seed, epoch, index).
+    """Key (epoch, index, in_b2) -> [(3, S_v, S_v) uint8 of each view], (V, 13) draws, name of a broken file
+    or "": crops for b1, the whole image for b2, from one decode, with all draws from (seed, epoch, index).
     source: paths, or the images themselves. The next readable image takes the place of a broken one."""
-    def __init__(self, source: Sequence[str] | Tensor, cfg: Config):
+    def __init__(self, source: Sequence[str] | Tensor, cfg: Common):
         self.source, self.cfg = source, cfg
 
-    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[Tensor, Tensor, str]:
-        epoch, index, in_b2 = key
-        size, broken = (self.cfg.image_size, self.cfg.image_size), ""
+    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[list[Tensor], Tensor, str]:
+        (epoch, index, in_b2), views, broken = key, self.cfg.views, ""
         for neighbour in range(index, index + 8):
             item = self.source[neighbour % len(self.source)]
             try:
@@ -612,18 +620,17 @@ class Views(torch.utils.data.Dataset):
                 image = torch.zeros(3, 8, 8, dtype=torch.uint8)   # unless a neighbour is whole
         with torch.random.fork_rng(devices=[]):   # torchvision's crop takes no generator but the global one
             torch.default_generator.set_state(rng(self.cfg.seed, "image", epoch, index).get_state())
-            draws, flips = torch.rand(2, 13), (torch.rand(2) < 0.5).tolist()
+            draws, flips = torch.rand(len(views), 13), (torch.rand(len(views)) < 0.5).tolist()
             if in_b2:   # Paper: 3.2, crop disabled: g can be undone only on the whole image
-                return resize(image[None], size).expand(2, -1, -1, -1), draws, broken
-            scale, ratio = (self.cfg.crop_min, 1.0), (3 / 4, 4 / 3)
-            boxes = [RandomResizedCrop.get_params(image, scale, ratio) for _ in flips]
-        crops = [resize(image[None, :, top:top + h, left:left + w], size) for top, left, h, w in boxes]
-        return torch.cat([crop.flip(-1) if flip else crop for crop, flip in zip(crops, flips)]), draws, broken
+                return [resize(image[None], (view.size, view.size))[0] for view in views], draws, broken
+            boxes = [RandomResizedCrop.get_params(image, view.area, (3 / 4, 4 / 3)) for view in views]
+        cuts = [image[None, :, top:top + h, left:left + w] for top, left, h, w in boxes]
+        crops = [resize(cut, (view.size, view.size))[0] for cut, view in zip(cuts, views)]
+        return [crop.flip(-1) if flip else crop for crop, flip in zip(crops, flips)], draws, broken
 
-def batch_keys(images: int, cfg: Config, start: int, total: int, rank: int, ranks: int) -> Iterator[list]:
-    """The keys of this rank's batches from step `start` on, through all epochs without a seam. An epoch
-    permutes the data by (seed, epoch) alone; its step k takes images k B to (k + 1) B, each rank its own
-    part, b2 last. What an epoch leaves after its last whole batch is not used."""
+def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int, ranks: int) -> Iterator[list]:
+    """The keys of this rank's batches from step `start` on. An epoch permutes the data by (seed, epoch); step
+    k takes images k B to (k + 1) B, each rank its own part, b2 last. A rest below B is left out."""
     own, per_epoch = cfg.batch_size // ranks, images // cfg.batch_size
     b1, permutation = own - cfg.b2_images(ranks), None
     for step in range(start, total):
@@ -633,8 +640,7 @@ def batch_keys(images: int, cfg: Config, start: int, total: int, rank: int, rank
         first = k * cfg.batch_size + rank * own
         yield [(epoch, index, i >= b1) for i, index in enumerate(permutation[first:first + own].tolist())]
 
-# ------------------------------------------------------------------------------------------------------------
-# 9. Training
+# ==== 9. Training ===========================================================================================
 def setup() -> tuple[torch.device, int, int]:
     """(device, rank, ranks): under torchrun a rank per GPU, or gloo ranks on a CPU; else a single process."""
     cuda = torch.cuda.is_available()
@@ -654,7 +660,7 @@ def check_ranges(cfg: Any) -> None:
             require(isinstance(number, str) or least <= number <= most and number < INF,
                     f"--{f.name.replace('_', '-')} {number} must lie between {least:g} and {most:g}")
 
-def check(cfg: Config, ranks: int) -> None:
+def check(cfg: Common, ranks: int) -> None:
     """Raise UserError for settings that no part of the model checks itself."""
     check_ranges(cfg)
     sample_geometry(0, elements=cfg.group)
@@ -665,10 +671,9 @@ def check(cfg: Config, ranks: int) -> None:
             f"--ratio {cfg.ratio} of --batch-size {batch} is {b2 * ranks} images, L_equiv needs at least 2: "
             f"try --ratio {min(least * ranks / batch, 1):.3g}, --batch-size {enough}, or --ratio 0")
 
-def prepare(cfg: Config) -> list[str]:
-    """Make the output folder and list the images, on rank 0 for all: a million files on network storage are
-    slow to list. Raises UserError on every rank, so that all stop together."""
-    shared: list[Any] = [[], ""]   # paths, error
+def prepare(cfg: Common) -> list[str]:
+    """Make the output folder and list the images, on rank 0 for all; raises UserError on all of them."""
+    shared: list[Any] = [[], ""]   # paths, error; a million files on network storage are slow to list
     if ranks_and_rank()[1] == 0:
         try:
             shared[0] = list_images(cfg.data) if cfg.data else []
@@ -681,21 +686,16 @@ def prepare(cfg: Config) -> list[str]:
     require(not shared[1], shared[1])
     return shared[0]
 
-def build(cfg: Config) -> SER:
-    """The model of a run, on the CPU, initialised from the seed alone."""
+def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) -> SER:
+    """The model of a run, on the CPU, initialised from the seed alone, the encoder first. method: makes the
+    base method of (encoder, cfg); None: MoCo-v3."""
     torch.manual_seed(cfg.seed)
     encoder = ViT(cfg.image_size, cfg.patch_size, cfg.dim, cfg.depth, cfg.heads, cfg.cls_layer)
-    base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
+    base = method(encoder, cfg) if method else MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature,
+                                                      cfg.moco_momentum)
     return SER(base, cfg.equiv_layers if cfg.ratio > 0 else (), cfg.weight, cfg.temperature)
 
-def learning_rate(cfg: Config, epoch: float) -> float:
-    """Linear warmup from 0, then half a cosine to 0; `epoch` is fractional and moves with every step."""
-    if epoch < cfg.warmup_epochs:
-        return cfg.lr * epoch / cfg.warmup_epochs
-    rest = (epoch - cfg.warmup_epochs) / max(cfg.epochs - cfg.warmup_epochs, TINY)
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * min(rest, 1)))
-
-def save_checkpoint(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save_checkpoint(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old checkpoint or the new, whole."""
     temporary = path.with_suffix(".tmp")
     torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": vars(cfg),
@@ -722,14 +722,15 @@ def load_encoder(path: str | Path) -> ViT:
         raise UserError(f"{path} holds no ViT {state['shape']}: {' '.join(str(error).split())}") from None
     return encoder.eval()
 
-def resume(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer) -> int:
+def resume(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer) -> int:
     """Load `path` if it is there and return its step, else 0. Raises UserError if it is of another run."""
     if not path.exists():
         return 0
     state = load_checkpoint(path)
     free = {"data", "out", "workers", "log_every", "save_every", "compile"}   # what may change along the way
-    differ = [f"{name} {state['config'].get(name)} there, {value} here" for name, value in vars(cfg).items()
-              if name not in free and state["config"].get(name) != value]
+    there, here = state["config"], vars(cfg)
+    differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
+              if name not in free and there.get(name) != here.get(name)]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use its settings or a new --out")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -737,8 +738,8 @@ def resume(path: Path, cfg: Config, model: SER, optimizer: torch.optim.Optimizer
 
 def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
     """A row for each of six b2 images: base, x1, rho(g2 g1^-1) x1, and x2, which moved as the third did."""
-    x1, x2 = (view[-1][:6].float().cpu() * STD + MEAN for view in batch.views)
-    g1, g2 = (Geometry(g.flip[:6], g.turns[:6], g.grid) for g in batch.geometry)
+    x1, x2 = (view[-1][:6].float().cpu() * STD + MEAN for view in batch.views[:2])
+    g1, g2 = (Geometry(g.flip[:6], g.turns[:6], g.grid) for g in batch.geometry[:2])
     columns = [base[:6].float().cpu() / 255, x1, rho(relative(g2, g1), x1, cell), x2]
     height, width = (max(x.shape[d] for x in columns) for d in (-2, -1))
     cells = [F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=1.0) for x in columns]
@@ -746,18 +747,18 @@ def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
 
 class Log:
     """log.jsonl and the bar of rank 0. A metric is its mean over ranks, a rate that since the last record."""
-    def __init__(self, cfg: Config, model: SER, images: int, start: int, total: int, device: torch.device):
+    def __init__(self, cfg: Common, model: SER, images: int, start: int, total: int, device: torch.device):
         self.batch, self.device, (self.ranks, rank) = cfg.batch_size, device, ranks_and_rank()
         self.file = open(os.devnull if rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
         self.bar = tqdm(total=total, initial=start, disable=rank > 0, mininterval=1)
-        self.start = self.last = start
-        self.since, self.waiting, self.broken = time.perf_counter(), 0.0, {}
-        setting = {"command": " ".join(sys.argv), "images": images, "start": start, "steps": total,
-                   "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
-                   "torch": torch.__version__, "torchvision": torchvision.__version__, "config": vars(cfg),
-                   "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-                   "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}
-        print(json.dumps(setting), file=self.file)
+        self.start, self.last, self.waiting, self.broken = start, start, 0.0, {}
+        self.since = time.perf_counter()
+        print(json.dumps({
+            "command": " ".join(sys.argv), "config": vars(cfg), "images": images, "start": start,
+            "steps": total, "ranks": self.ranks, "b2": self.ranks * cfg.b2_images(self.ranks), "lr": cfg.lr,
+            "torch": torch.__version__, "torchvision": torchvision.__version__,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+            "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad)}), file=self.file)
         self.bar.set_description(f"{images} images, batch {cfg.batch_size}, peak lr {cfg.lr:g}")
 
     def count(self, names: Sequence[str], waited: float) -> None:
@@ -775,9 +776,8 @@ class Log:
         seconds, images = time.perf_counter() - self.since, (step - self.last) * self.batch
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else resource.getrusage(
             resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        broken = sum(self.broken.values()) * self.ranks
-        metrics |= {"images_per_s": images / seconds, "waiting": self.waiting / seconds,
-                    "memory_gib": memory / 2 ** 30, "broken": broken, "stop": stop}
+        metrics |= {"images_per_s": images / seconds, "waiting": self.waiting / seconds, "stop": stop,
+                    "memory_gib": memory / 2 ** 30, "broken": sum(self.broken.values()) * self.ranks}
         values = torch.tensor([torch.as_tensor(v).item() for v in metrics.values()], device=self.device)
         if self.ranks > 1:
             dist.all_reduce(values)
@@ -797,10 +797,9 @@ def leave_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[int] = ()) -> Path:
-    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. stop: gets the
-    number of a signal when one comes; training then saves and exits with 128 + that number. Raises UserError
-    for what a person can mend."""
+def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
+    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. Once `stop` holds
+    the number of a signal, it saves and exits with 128 + that. Raises UserError for what one can mend."""
     device, rank, ranks = setup()
     check(cfg, ranks)
     model, path = build(cfg).to(device), Path(cfg.out, "last.pt")
@@ -813,12 +812,10 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
     if cfg.compile:   # with dynamic shapes: a few compilations, not one for each of the 51 grids of views
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=cfg.lr,
-                                  weight_decay=cfg.weight_decay, fused=device.type == "cuda")
+    optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
-    # find_unused_parameters stays False: DDP then reports parameters that a loss no longer reaches.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None)
+        model, [device] if device.type == "cuda" else None)   # raises for a parameter that no loss reaches
     batches = iter(torch.utils.data.DataLoader(
         Views(source, cfg), batch_sampler=batch_keys(len(source), cfg, start, total, rank, ranks),
         num_workers=min(cfg.workers, os.cpu_count() or 1), pin_memory=device.type == "cuda",
@@ -830,20 +827,23 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
         log.count(broken, time.perf_counter() - asked)
         saving = done == total or done % (cfg.save_every or per_epoch) == 0
         logging = saving or step == start or done % cfg.log_every == 0 or (ranks == 1 and len(stop) > 0)
-        optimizer.param_groups[0]["lr"] = lr = learning_rate(cfg, step / per_epoch)
+        torch.manual_seed(rng(cfg.seed, "step", step, rank).initial_seed())   # for methods that draw
         model.base.update(step / total)
-        batch = make_views(images.to(device, non_blocking=images.is_pinned()), draws, cfg, step, rank, ranks)
+        images = [x.to(device, non_blocking=x.is_pinned()) for x in images]
+        batch = make_views(images, draws, cfg, step, rank, ranks)
         if step == rank == 0 and batch.geometry:
-            save_views(path.with_name("views.png"), batch, images[-cfg.b2_images(ranks):, 0], cfg.patch_size)
+            save_views(path.with_name("views.png"), batch, images[0][-cfg.b2_images(ranks):], cfg.patch_size)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             losses = parallel(batch, diagnose=logging)
         optimizer.zero_grad()
         losses["loss"].backward()
         if logging:
             for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
-                gradients = [p.grad for p in part.parameters() if p.requires_grad]
-                losses[name] = torch.nn.utils.get_total_norm(gradients)
-            stopping = log.record(done, {**losses, "lr": lr}, len(stop) > 0) and done < total
+                losses[name] = nn.utils.get_total_norm([p.grad for p in part.parameters() if p.requires_grad])
+        cfg.before_step(optimizer, step / per_epoch)
+        if logging:
+            losses["lr"] = optimizer.param_groups[0]["lr"]
+            stopping = log.record(done, losses, len(stop) > 0) and done < total
         optimizer.step()
         if rank == 0 and (saving or stopping):
             save_checkpoint(path, cfg, model, optimizer, done)
@@ -851,38 +851,35 @@ def train(cfg: Config, build: Callable[[Config], SER] = build, stop: Sequence[in
             raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))   # no signal: another rank had one
     return path
 
-# ------------------------------------------------------------------------------------------------------------
-# 10. Command line
-def parse(argv: Sequence[str] | None, kind: type = Config, drawn: dict[str, Any] = DRAWN,
-          about: str | None = __doc__) -> Any:
-    """Flags -> a `kind`, one flag per field; without --data, `drawn` replaces its defaults. Raises UserError
-    where argparse would print its usage and exit."""
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False,
+# ==== 10. Command line ======================================================================================
+def parse(argv: Sequence[str] | None, kind: type = Config) -> Any:
+    """Flags -> a `kind`, a flag per field; without --data, with kind.drawn. A wrong one raises UserError."""
+    parser = argparse.ArgumentParser(description=sys.modules[kind.__module__].__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(kind):
         several = isinstance(f.default, tuple)
         how = {"action": "store_true"} if f.default is False else {
             "type": type(f.default[0] if several else f.default), "nargs": "+" if several else None}
-        flag = "--" + f.name.replace("_", "-")
-        parser.add_argument(flag, default=f.default, help=f"{f.metadata['help']} [{f.default}]", **how)
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **how,
+                            help=f"{f.metadata['help']} [{f.default}]")
     parser.error = lambda message: require(False, f"{message}; see --help")
     require("" not in (sys.argv[1:] if argv is None else argv), "an empty argument: an unset shell variable?")
     if not parser.parse_args(argv).data:
-        parser.set_defaults(**drawn)
-    values = vars(parser.parse_args(argv))
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        parser.set_defaults(**kind.drawn)
+    values = vars(parser.parse_args(argv)).items()
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values})
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, kind: type = Config, build: Callable[[Any], SER] = build) -> int:
     """Train, and on drawn images report; returns the exit code: 0, or 2 after one line about a mistake."""
     first, stop = os.environ.get("RANK", "0") == "0", []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _: stop.append(n) or len(stop) > 2 and os._exit(128 + n))
     try:
-        cfg = parse(argv)
-        path = train(cfg, stop=stop)
+        cfg = parse(argv, kind)
+        path = train(cfg, build, stop)
     except UserError as error:
         if first:
-            tqdm.write(f"ser.py: {error}", file=sys.stderr)   # below a bar, if there is one
+            tqdm.write(f"{kind.program}: {error}", file=sys.stderr)   # below a bar, if there is one
         return 2
     except SystemExit as stopped:
         return stopped.code
@@ -891,10 +888,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(cfg, path)
     return 0
 
-if __name__ == "__main__":
-    code = main()
-    if dist.is_initialized():   # gloo's threads can abort an interpreter that ends normally, all work done
+def leave(code: int) -> None:
+    """End the process. gloo's threads can abort an interpreter that ends normally, all work done."""
+    if dist.is_initialized():
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+if __name__ == "__main__":
+    leave(main())

@@ -177,6 +177,10 @@ def toy_images(cfg, seed=0):
     images = torch.randint(256, size, generator=g, dtype=torch.uint8)
     return images, torch.rand(cfg.batch_size, 2, 13, generator=g)
 
+def make_views(images, draws, *rest):
+    """ser.make_views of images (B, V, 3, S, S), all views of one size."""
+    return ser.make_views(list(images.unbind(1)), draws, *rest)
+
 def neutral(draws):
     """Draws that leave the colours alone: no jitter, no grayscale, no solarization, a blur of sigma 0.1."""
     draws = torch.full_like(draws, 0.99)
@@ -383,14 +387,14 @@ def test_jitter_is_moco_v3s_with_parameters_of_its_own_for_every_image(view):
         return TF.normalize(image, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
     before, wanted = x.clone(), torch.stack([alone(image, draws.tolist()) for image, draws in zip(x, u)])
-    close(ser.photometric(x, u, view), wanted, 1e-4)
+    close(ser.photometric(x, u, *Config().views[view][2:]), wanted, 1e-4)
     assert torch.equal(x, before)
 
 def test_equal_images_of_a_batch_get_different_jitter():
     """torchvision gives a whole batch one draw (vision#8484); here no two of 16 results agree."""
     same, u = colours(1).expand(16, -1, -1, -1), torch.rand(16, 13, generator=seeded())
     u[:, 0] = 0
-    out = ser.photometric(same, u, 0)
+    out = ser.photometric(same, u, 1.0, 0.0)
     assert all((a - b).abs().max() > 1e-3 for a, b in itertools.combinations(out, 2))
 
 def test_views_are_geometry_first_and_agree_between_pixels_and_the_recorded_elements():
@@ -398,27 +402,27 @@ def test_views_are_geometry_first_and_agree_between_pixels_and_the_recorded_elem
     cfg = Config(**{**TOY, "group": ("rot90", "hflip"), "batch_size": 16})
     images, draws = toy_images(cfg)
     images[8:, 1] = images[8:, 0]                                        # b2: the whole image, twice
-    views, geometry = ser.make_views(images, neutral(draws), cfg, 0, 0, 1)
+    views, geometry = make_views(images, neutral(draws), cfg, 0, 0, 1)
     for view in (0, 1):
         close(views[view][0], (images[:8, view] / 255 - ser.MEAN) / ser.STD)
         base = (images[8:, view] / 255 - ser.MEAN) / ser.STD
         close(views[view][1], slow_rho(geometry[view], base, 4))
     close(rho(relative(geometry[1], geometry[0]), views[0][1], 4), views[1][1])
     cfg = dataclasses.replace(cfg, group=("rot90", "hflip", "scale"))
-    scaled = ser.make_views(images, draws, cfg, 5, 0, 1)
+    scaled = make_views(images, draws, cfg, 5, 0, 1)
     for view, g in enumerate(scaled.geometry):
         assert g.grid != (4, 4)   # resampling and jitter do not commute, turns and jitter do
         moved = slow_rho(g, images[8:, view] / 255, 4)
-        close(scaled.views[view][1], ser.photometric(moved, draws[8:, view], view), 1e-4)
+        close(scaled.views[view][1], ser.photometric(moved, draws[8:, view], *cfg.views[view][2:]), 1e-4)
 
 def test_geometry_is_one_draw_per_step_of_which_each_rank_takes_its_rows():
     """3.1: ranks share the grid and split one draw without talking; steps, views and seeds differ."""
     cfg = Config(**{**TOY, "batch_size": 32})
     images, draws = toy_images(cfg)
-    whole = ser.make_views(images, draws, cfg, 3, 0, 1)
+    whole = make_views(images, draws, cfg, 3, 0, 1)
     for ranks in (2, 4):
         b1, b2 = (torch.arange(16).add(start).chunk(ranks) for start in (0, 16))
-        parts = [ser.make_views(images[rows], draws[rows], cfg, 3, rank, ranks)
+        parts = [make_views(images[rows], draws[rows], cfg, 3, rank, ranks)
                  for rank, rows in enumerate(torch.cat(pair) for pair in zip(b1, b2))]
         for view in (0, 1):
             assert {p.geometry[view].grid for p in parts} == {whole.geometry[view].grid}
@@ -427,7 +431,7 @@ def test_geometry_is_one_draw_per_step_of_which_each_rank_takes_its_rows():
                 assert torch.equal(rows, getattr(whole.geometry[view], field))
             for kind in (0, 1):
                 close(torch.cat([p.views[view][kind] for p in parts]), whole.views[view][kind])
-    keys = [(whole.geometry[v], ser.make_views(images, draws, c, step, 0, 1).geometry[v])
+    keys = [(whole.geometry[v], make_views(images, draws, c, step, 0, 1).geometry[v])
             for c, step in ((cfg, 4), (dataclasses.replace(cfg, seed=1), 3)) for v in (0, 1)]
     assert not any(torch.equal(a.turns, b.turns) for a, b in keys + [(whole.geometry[0], whole.geometry[1])])
 
@@ -436,13 +440,13 @@ def test_g1_and_g2_are_independent():
     only), and the grids of the two views differ."""
     cfg = Config(**{**TOY, "batch_size": 1600, "ratio": 1.0, "group": ("rot90", "hflip")})
     image = torch.zeros(1, 2, 3, 16, 16, dtype=torch.uint8).expand(1600, -1, -1, -1, -1)
-    g1, g2 = ser.make_views(image, neutral(torch.empty(1600, 2, 13)), cfg, 0, 0, 1).geometry
+    g1, g2 = make_views(image, neutral(torch.empty(1600, 2, 13)), cfg, 0, 0, 1).geometry
     pairs = torch.bincount(8 * (4 * g1.flip + g1.turns) + 4 * g2.flip + g2.turns, minlength=64)
     g = relative(g2, g1)
     share = torch.bincount(4 * g.flip + g.turns, minlength=8) / 200
     assert pairs.min() > 8 and (share - 1).abs().max() < 0.25
     cfg = Config(**{**TOY, "patch_size": 1})
-    drawn = [ser.make_views(*toy_images(cfg), cfg, step, 0, 1).geometry for step in range(12)]
+    drawn = [make_views(*toy_images(cfg), cfg, step, 0, 1).geometry for step in range(12)]
     grids = [(a.grid, b.grid) for a, b in drawn]
     assert sum(a == b for a, b in grids) < 3 and len({a for a, _ in grids}) > 6
 
@@ -451,7 +455,7 @@ def test_views_picture_shows_the_aligned_view_equal_to_view_2(tmp_path):
     cfg = Config(**{**TOY, "group": ("rot90", "hflip"), "batch_size": 8})
     images, draws = toy_images(cfg)
     images[4:, 1] = images[4:, 0]
-    ser.save_views(tmp_path / "v.png", ser.make_views(images, neutral(draws), cfg, 0, 0, 1), images[4:, 0], 4)
+    ser.save_views(tmp_path / "v.png", make_views(images, neutral(draws), cfg, 0, 0, 1), images[4:, 0], 4)
     picture = TF.pil_to_tensor(Image.open(tmp_path / "v.png"))           # 4 rows of 4 cells, 2 pixels between
     cells = picture[:, 2:].unfold(1, 16, 18)[:, :, 2:].unfold(2, 16, 18).permute(1, 2, 0, 3, 4).int()
     base, x1, aligned, x2 = cells.unbind(1)                              # (4, 3, 16, 16) each
@@ -630,7 +634,7 @@ def rank_results(rank, ranks):
     images, draws = toy_images(cfg)
     images[8:, 1] = images[8:, 0]
     rows = torch.cat([part.chunk(ranks)[rank] for part in (torch.arange(8), torch.arange(8, 16))])
-    batch = ser.make_views(images[rows], draws[rows], cfg, 0, rank, ranks)
+    batch = make_views(images[rows], draws[rows], cfg, 0, rank, ranks)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     losses = parallel(batch, diagnose=True)
     losses["loss"].backward()
@@ -711,7 +715,7 @@ def test_ratio_0_and_cls_layer_0_are_moco_v3_step_for_step(ratio, cls_layer):
     cfg, model = toy_model(ratio=ratio, cls_layer=cls_layer, moco_momentum=0.5, weight=0.0)
     reference = copy.deepcopy(model.base)
     for step in range(3):
-        batch = ser.make_views(*toy_images(cfg, step), cfg, step, 0, 1)
+        batch = make_views(*toy_images(cfg, step), cfg, step, 0, 1)
         model.base.update(step / 3)
         loss = model(batch)["loss"]
         wanted = plain_moco(reference, batch.views, 1 - 0.5 * (1 - 0.5) * (1 + math.cos(math.pi * step / 3)))
@@ -736,7 +740,7 @@ def test_the_momentum_branch_moves_on_a_cosine_and_gets_no_gradient():
     for progress, m in ((0, 0.99), (0.5, 0.995), (1, 1.0)):
         model.base.update(progress)
         assert model.base.diagnostics["momentum"] == pytest.approx(m)
-    model(ser.make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
+    model(make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
     assert all(p.grad is None for part in (model.base.momentum_encoder, model.base.momentum_projector)
                for p in part.parameters())
 
@@ -750,7 +754,7 @@ def test_the_equivariance_term_is_algorithm_1_line_by_line(layers, cls_layer):
     before aligning, or aligning the other view, gives another value."""
     cfg, model = toy_model(equiv_layers=layers, cls_layer=cls_layer, batch_size=6, temperature=0.02)
     for step in range(100):   # until the grids differ and some g is not its own inverse
-        batch, terms = ser.make_views(*toy_images(cfg), cfg, step, 0, 1), []
+        batch, terms = make_views(*toy_images(cfg), cfg, step, 0, 1), []
         (g1, g2), g = batch.geometry, relative(batch.geometry[1], batch.geometry[0])
         if g1.grid != g2.grid and (~g.flip & (g.turns % 2 == 1)).any():
             break
@@ -775,7 +779,7 @@ def test_the_equivariance_term_is_algorithm_1_line_by_line(layers, cls_layer):
 def test_every_trainable_parameter_gets_a_gradient():
     """Eq. 3: the reason why find_unused_parameters stays False; the release's head has none at all."""
     cfg, model = toy_model(equiv_layers=(1, 3))
-    model(ser.make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
+    model(make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None and p.grad.abs().sum() > 0) if p.requires_grad else p.grad is None, name
 
@@ -785,7 +789,7 @@ def test_the_equivariance_term_alone_reaches_its_layer_and_nothing_after(layer, 
     blocks, the final LayerNorm, and a [CLS] that enters later have none. Any base method plugs in."""
     cfg, encoder = Config(**TOY), toy_vit(depth=3, cls_layer=cls_layer)
     model = ser.SER(Nothing(encoder), (layer,), 0.5, 0.3)
-    model(ser.make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
+    model(make_views(*toy_images(cfg), cfg, 0, 0, 1))["loss"].backward()
     reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     heads = {name for name, _ in model.named_parameters() if name.startswith("heads.")}
     blocks = {name for name, _ in model.named_parameters() if name.startswith("base.encoder.blocks.")
@@ -797,7 +801,7 @@ def test_both_sides_of_the_equivariance_term_carry_their_gradient():
     """3.3: z and z' are online features; a finite difference along a random direction agrees."""
     cfg, encoder = Config(**TOY), toy_vit(depth=3, cls_layer=1)
     model = ser.SER(Nothing(encoder), (1,), 1.0, 0.3)
-    batch = ser.make_views(*toy_images(cfg), cfg, 0, 0, 1)
+    batch = make_views(*toy_images(cfg), cfg, 0, 0, 1)
     trained = [p for p in model.parameters() if p.requires_grad]
     model(batch)["loss"].backward()
     direction = [torch.randn(p.shape, generator=seeded(i)) * 0.1 for i, p in enumerate(trained)]
@@ -815,7 +819,7 @@ def test_weight_0_is_the_control_that_differs_in_nothing_else():
     gradients = {}
     for weight, ratio in ((0.0, 0.5), (0.7, 0.5)):
         cfg, model = toy_model(weight=weight, ratio=ratio)
-        losses = model(ser.make_views(*toy_images(cfg), cfg, 0, 0, 1))
+        losses = model(make_views(*toy_images(cfg), cfg, 0, 0, 1))
         losses["loss"].backward()
         gradients[weight] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         close(losses["loss"], losses["inv"] + weight * losses["equiv"])
@@ -830,7 +834,7 @@ def test_diagnostics_have_their_stated_end_points():
     assert ser.retrieval(z, 2 * z) == 1 and ser.retrieval(z, z.flip(0)).item() == pytest.approx(1 / 3)
     cfg, model = toy_model()
     images, draws = toy_images(cfg)
-    batch = ser.make_views(images[:1].expand(8, -1, -1, -1, -1), neutral(draws), cfg, 0, 0, 1)
+    batch = make_views(images[:1].expand(8, -1, -1, -1, -1), neutral(draws), cfg, 0, 0, 1)
     view = [[torch.zeros(8, 3, 16, 16)], [torch.zeros(8, 3, 16, 16)]]
     assert model(Batch(view, None), diagnose=True)["feature_std"] < 1e-4
     losses = model(batch, diagnose=True)
@@ -934,7 +938,7 @@ def test_a_broken_file_is_replaced_by_its_neighbour_and_named(tmp_path):
     for index, neighbour in ((1, 3), (2, 3), (4, 0)):
         images, draws, broken = views[0, index, True]
         good, _, none = views[0, neighbour, True]
-        assert torch.equal(images, good) and f"{index}.jpg" in broken and none == ""
+        assert all(map(torch.equal, images, good)) and f"{index}.jpg" in broken and none == ""
         assert torch.equal(draws, ser.Views(blank, views.cfg)[0, index, True][1])
 
 def test_draws_depend_on_seed_epoch_and_index_alone():
@@ -944,15 +948,16 @@ def test_draws_depend_on_seed_epoch_and_index_alone():
     state, first = torch.get_rng_state(), views[1, 2, False]
     assert torch.equal(state, torch.get_rng_state())
     torch.rand(7), views[0, 3, False]
-    assert all(torch.equal(a, b) for a, b in zip(first[:2], views[1, 2, False][:2]))
+    again = views[1, 2, False]
+    assert all(map(torch.equal, first[0], again[0])) and torch.equal(first[1], again[1])
     seed_1 = ser.Views(images, dataclasses.replace(cfg, seed=1))
     others = [views[2, 2, False], views[1, 3, False], seed_1[1, 2, False]]
-    assert not any(torch.equal(first[1], o[1]) or torch.equal(first[0], o[0]) for o in others)
+    assert not any(torch.equal(first[1], o[1]) or any(map(torch.equal, first[0], o[0])) for o in others)
     assert not torch.equal(first[1][0], first[1][1]) and not torch.equal(first[0][0], first[0][1])
     keys = [[(0, 1, False), (0, 2, True)], [(0, 5, False), (1, 1, True)], [(1, 0, False), (1, 4, True)]]
     loaded = [list(torch.utils.data.DataLoader(views, batch_sampler=keys, num_workers=n)) for n in (0, 2)]
     for here, there in zip(*loaded):
-        assert torch.equal(here[0], there[0]) and torch.equal(here[1], there[1])
+        assert all(map(torch.equal, here[0], there[0])) and torch.equal(here[1], there[1])
 
 def test_b1_gets_two_crops_and_b2_the_whole_image():
     """3.2: crops of the stated area and aspect, half of them flipped; crop disabled for b2. The image is a
@@ -960,7 +965,7 @@ def test_b1_gets_two_crops_and_b2_the_whole_image():
     ramp = torch.arange(0, 256, 2, dtype=torch.uint8).expand(128, -1)
     image = torch.stack([ramp, ramp.T, torch.zeros_like(ramp)])
     views = ser.Views(image.expand(200, -1, -1, -1), Config(**{**TOY, "crop_min": 0.2}))
-    found = torch.cat([views[0, i, False][0] for i in range(200)]).int()                # (400, 3, 16, 16)
+    found = torch.stack([x for i in range(200) for x in views[0, i, False][0]]).int()   # (400, 3, 16, 16)
     red, green = found[:, 0, 8], found[:, 1, :, 8]
     width, height = ((x[:, 15] - x[:, 0]) / 2 * 16 / 15 for x in (red, green))
     area, aspect = width.abs() * height / 128 ** 2, width.abs() / height
@@ -1036,13 +1041,19 @@ def whole_run(folder, tmp_path_factory):
     ser.train(Config(**{**TOY, "data": str(folder), "out": str(out)}))
     return out
 
+def rate(cfg, epoch):
+    """The learning rate that cfg gives an optimizer at a fractional epoch."""
+    optimizer = cfg.optimizer(nn.Linear(1, 1))
+    cfg.before_step(optimizer, epoch)
+    return optimizer.param_groups[0]["lr"]
+
 def test_schedules_have_their_stated_end_points():
     """4.1: base lr x B / 256, 10 epochs of linear warmup from 0, then half a cosine to 0 at epoch 100."""
     cfg = Config()
     assert cfg.lr == pytest.approx(3e-4 * 2048 / 256)
     for epoch, share in ((0, 0), (5, 0.5), (10, 1), (55, 0.5), (32.5, 0.5 + 0.5 ** 1.5), (100, 0)):
-        assert ser.learning_rate(cfg, epoch) == pytest.approx(share * cfg.lr, abs=1e-12)
-    assert ser.learning_rate(Config(warmup_epochs=0), 0) == Config().lr
+        assert rate(cfg, epoch) == pytest.approx(share * cfg.lr, abs=1e-12)
+    assert rate(Config(warmup_epochs=0), 0) == Config().lr
 
 def test_the_log_holds_what_a_person_decides_by(whole_run, folder):
     """Training: the whole setting first, then a record per log step, by that step's schedules; a picture."""
@@ -1055,7 +1066,7 @@ def test_the_log_holds_what_a_person_decides_by(whole_run, folder):
         assert {"loss", "inv", "equiv", "inv_chance", "inv_top1", "equiv_chance", "patch_top1", "aligned_cos",
                 "feature_std", "grad_encoder", "images_per_s", "waiting", "memory_gib"} <= set(r)
         p = (r["step"] - 1) / 70
-        assert r["lr"] == pytest.approx(ser.learning_rate(Config(**TOY), 14 * p), rel=1e-5)
+        assert r["lr"] == pytest.approx(rate(Config(**TOY), 14 * p), rel=1e-5)
         assert r["momentum"] == pytest.approx(1 - 0.01 * 0.5 * (1 + math.cos(math.pi * p)))
     assert min(r["grad_equiv"] for r in rest) > 0
     with Image.open(whole_run / "views.png") as views:
@@ -1236,7 +1247,7 @@ def test_flags_and_config_agree_and_the_defaults_are_the_papers():
     assert (cfg.ratio, cfg.weight, cfg.temperature) == (0.01, 0.5, 0.3)
     assert (cfg.dim, cfg.depth, cfg.patch_size, cfg.cls_layer, cfg.equiv_layers) == (384, 12, 16, 3, (3,))
     assert (cfg.moco_temperature, cfg.moco_momentum, cfg.weight_decay, cfg.lr) == (0.2, 0.99, 0.1, 2.4e-3)
-    assert ser.parse(flags(**TOY)) == Config(**{**ser.DRAWN, **TOY}) and ser.parse([]) == Config(**ser.DRAWN)
+    assert ser.parse(flags(**TOY)) == Config(**{**Config.drawn, **TOY}) and ser.parse([]) == Config(**Config.drawn)
     several = ser.parse(["--group", "hflip", "scale", "--equiv-layers", "3", "9", "--compile"])
     assert (several.group, several.equiv_layers, several.compile) == (("hflip", "scale"), (3, 9), True)
 
