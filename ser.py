@@ -226,12 +226,13 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor, radius: int = 6) -> Tensor:
     """Separable blur with reflected borders; sigma (n, 1, 1, 1) in pixels, radius three times the largest. A
     pass is one matrix product: row i of the matrix is the kernel around pixel i, reflection folded in."""
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(-1, 1) ** 2), dim=1)         # (n, 2 radius + 1)
-    eyes = (torch.eye(size, device=x.device)[None] for size in x.shape[-2:])
-    windows = (F.pad(eye, (radius, radius), mode="reflect")[0].unfold(1, len(offsets), 1) for eye in eyes)
-    rows, columns = (torch.einsum("iok,nk->noi", window, kernel)[:, None] for window in windows)
-    return rows @ x @ columns.mT
+    passes = []
+    for size, r in ((n, min(radius, n - 1)) for n in x.shape[-2:]):   # a small image bounds the radius
+        offsets, eye = torch.arange(-r, r + 1, device=x.device), torch.eye(size, device=x.device)[None]
+        kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(-1, 1) ** 2), dim=1)  # (n, 2 r + 1)
+        window = F.pad(eye, (r, r), mode="reflect")[0].unfold(1, 2 * r + 1, 1)       # (size, size, 2 r + 1)
+        passes.append(torch.einsum("iok,nk->noi", window, kernel)[:, None])
+    return passes[0] @ x @ passes[1].mT
 
 OPERATIONS = {   # images (n, 3, h, w) in [0, 1], a parameter for each (n, 1, 1, 1); else as torchvision's
     "brightness": lambda x, factor: (factor * x).clamp(0, 1),
@@ -386,8 +387,7 @@ class ViT(nn.Module):
         return [Encoded(self.norm(t[:, 0]), found) for t, found in zip(tokens, maps)]
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
-        """[CLS] after each of the last n blocks, through the final LayerNorm: (B, n * D), the input of the
-        linear probe (paper 4.1). Raises ValueError where fewer than n blocks have a [CLS]."""
+        """(B, n * D): LayerNorm of [CLS] after the last n blocks (paper 4.1). ValueError where one has none."""
         require(1 <= n <= self.depth - self.cls_layer, f"n = {n}: [CLS] enters after block {self.cls_layer}")
         return torch.cat([self.norm(tokens[0][:, 0]) for layer, tokens in self.layers([x])
                           if layer > self.depth - n], dim=1)

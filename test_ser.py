@@ -364,6 +364,13 @@ def test_each_photometric_operation_equals_torchvisions_image_by_image(name, tor
     ours = ser.OPERATIONS[name](x.clone(), values.view(-1, 1, 1, 1))
     close(ours, torch.stack([torchvisions(image, value.item()) for image, value in zip(x, values)]))
 
+def test_an_image_smaller_than_the_blurs_radius_is_blurred_as_far_as_it_reaches():
+    """3.2 at the smallest views: 4 x 9 pixels, kernels of 7 and 13 taps, as torchvision's of these sizes."""
+    x, sigma = colours(3)[..., :4, :9].contiguous(), torch.tensor([0.3, 1.0, 2.0])
+    ours = ser.gaussian_blur(x, sigma.view(-1, 1, 1, 1))
+    close(ours, torch.stack([TF.gaussian_blur(image, [13, 7], [s.item()] * 2) for image, s in zip(x, sigma)]))
+    assert ser.gaussian_blur(x[..., :1, :1], sigma.view(-1, 1, 1, 1)).shape == (3, 3, 1, 1)
+
 @pytest.mark.parametrize("view", [0, 1])
 def test_jitter_is_moco_v3s_with_parameters_of_its_own_for_every_image(view):
     """3.2 and 4.1: 64 images against a loop over torchvision. The draws that decide run through (0, 1)
@@ -1247,7 +1254,8 @@ def test_flags_and_config_agree_and_the_defaults_are_the_papers():
     assert (cfg.ratio, cfg.weight, cfg.temperature) == (0.01, 0.5, 0.3)
     assert (cfg.dim, cfg.depth, cfg.patch_size, cfg.cls_layer, cfg.equiv_layers) == (384, 12, 16, 3, (3,))
     assert (cfg.moco_temperature, cfg.moco_momentum, cfg.weight_decay, cfg.lr) == (0.2, 0.99, 0.1, 2.4e-3)
-    assert ser.parse(flags(**TOY)) == Config(**{**Config.drawn, **TOY}) and ser.parse([]) == Config(**Config.drawn)
+    drawn = Config.drawn
+    assert ser.parse(flags(**TOY)) == Config(**{**drawn, **TOY}) and ser.parse([]) == Config(**drawn)
     several = ser.parse(["--group", "hflip", "scale", "--equiv-layers", "3", "9", "--compile"])
     assert (several.group, several.equiv_layers, several.compile) == (("hflip", "scale"), (3, 9), True)
 
