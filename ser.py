@@ -387,7 +387,7 @@ class ViT(nn.Module):
         return [Encoded(self.norm(t[:, 0]), found) for t, found in zip(tokens, maps)]
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
-        """(B, n * D): LayerNorm of [CLS] after the last n blocks (paper 4.1). ValueError where one has none."""
+        """(B, n * D): LayerNorm of [CLS] after the last n blocks (paper 4.1). ValueError if one has none."""
         require(1 <= n <= self.depth - self.cls_layer, f"n = {n}: [CLS] enters after block {self.cls_layer}")
         return torch.cat([self.norm(tokens[0][:, 0]) for layer, tokens in self.layers([x])
                           if layer > self.depth - n], dim=1)

@@ -9,6 +9,7 @@ order of the sections of ser.py.
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import itertools
@@ -1627,6 +1628,18 @@ def test_every_python_block_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in blocks:
         exec(compile(block.replace("runs/ser/last.pt", str(checkpoint)), "README.md", "exec"), {})
+
+def test_the_method_that_the_readme_plugs_in_trains_and_its_checkpoint_loads(tmp_path, folder):
+    """README, "Plug in another method": at most 25 lines, run by ser.main with flags of their own."""
+    block, = (block for block in readme_blocks("python") if "class Align" in block)
+    assert block.count("\n") <= 25
+    exec(compile(block, "README.md", "exec"), found := {})
+    settings = {**TOY, "data": folder, "out": tmp_path, "epochs": 1.0}
+    del settings["moco_hidden"]
+    method = functools.partial(ser.build, method=found["Align"])
+    assert ser.main(flags(**settings), found["Settings"], method) == 0
+    assert [r["step"] for r in records(tmp_path)[1:]] == [1, 2, 3, 4, 5] and "equiv" in records(tmp_path)[1]
+    assert ser.load_encoder(tmp_path / "last.pt").dim == 16
 
 def test_every_evaluation_command_of_the_readme_parses():
     """README: what it tells to type is accepted, and so is what the header of eval_linear.py tells."""
