@@ -428,8 +428,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         keys, first = torch.stack([anchors, targets], dim=1), 0                             # (B, 2, N, K)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys, first = AllGather.apply(keys), B * torch.distributed.get_rank()           # (W * B, 2, N, K)
-        images = len(keys)
-        if images < 2:
+        if (images := len(keys)) < 2:
             raise ValueError("patch_ntxent: negatives come from other images, and there is only one")
         keys = keys.reshape(images * 2 * N, K)
         positive = (anchors * targets).sum(-1).flatten() / temperature                      # (B * N)
@@ -447,8 +446,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         if chunk >= B * N:   # a single block: nothing to save by computing it twice
             return block(anchors, positive, owner, keys) / (B * N)
         blocks = zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk))
-        return sum(torch.utils.checkpoint.checkpoint(block, *part, keys, use_reentrant=False,
-                                                     preserve_rng_state=False) for part in blocks) / (B * N)
+        from torch.utils.checkpoint import checkpoint   # older versions do not load it with torch
+        return sum(checkpoint(block, *part, keys, use_reentrant=False, preserve_rng_state=False)
+                   for part in blocks) / (B * N)
 
 # ==== 6. Base method: MoCo-v3 (paper 4.1) ===================================================================
 def ranks_and_rank() -> tuple[int, int]:

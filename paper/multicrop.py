@@ -50,10 +50,15 @@ def query_key_pairs(views: int, keys: int = 2) -> list[tuple[int, int]]:
     return [(query, key) for query in range(views) for key in range(keys) if query != key]
 
 class MultiCrop(MoCoV3):
-    """MoCo-v3 whose queries come from all views and whose keys come from the global ones.
+    """MoCo-v3 whose queries come from all views and whose keys come from the global ones. What MoCoV3.forward
+    does with `pairs`, for V views:
 
+        q_v = predictor(projector(online encoder(view v)))                 v = 0 .. V - 1, with gradient
+        k_v = momentum projector(momentum encoder(view v))                 v = 0, 1, without
+        L_inv = sum over pairs (v, u) of 2T * cross-entropy(q_v . k_u of all images / T, the own image)
+    """
     # Choice: the terms are added, as in the release, not averaged: with two views it is MoCo-v3 itself, with
-    # 2 + 4 ten terms in place of two, beside three terms of L_equiv in place of one."""
+    # 2 + 4 there are ten terms in place of two, beside three terms of L_equiv in place of one.
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
         self.pairs = query_key_pairs(len(cfg.views))
