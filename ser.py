@@ -464,7 +464,6 @@ def mlp(*widths: int) -> nn.Sequential:
 
 class MoCoV3(nn.Module):
     """MoCo-v3 (Chen et al. 2021), and the interface of every base method:
-
         base.encoder        the online ViT; SER runs it once per step, on all image batches
         base(views, cls)    the invariance loss; views as in Batch, cls the final embeddings, (B, D) per view
         base.update(p)      called before every step, at progress p in [0, 1)
@@ -511,10 +510,9 @@ class MoCoV3(nn.Module):
             return F.cross_entropy(logits, labels) * scale
 
 # ==== 7. SER: Algorithm 1 around any base method ============================================================
-@torch.no_grad()
 def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
     """Share of the tokens in z (B, N, K) whose most similar one of all in z_prime is their counterpart."""
-    z, z_prime = (F.normalize(x.flatten(0, 1).float(), dim=1) for x in (z, z_prime))
+    z, z_prime = (F.normalize(x.detach().flatten(0, 1).float(), dim=1) for x in (z, z_prime))
     nearest = torch.cat([(rows @ z_prime.T).argmax(1) for rows in z.split(1024)])
     return (nearest == torch.arange(len(z), device=z.device)).float().mean()
 
@@ -697,10 +695,10 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
 
 def save_checkpoint(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old checkpoint or the new, whole."""
-    temporary = path.with_suffix(".tmp")
-    torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": vars(cfg),
-                "model": model.state_dict(), "optimizer": optimizer.state_dict()}, temporary)
-    os.replace(temporary, path)
+    new, config = path.with_suffix(".tmp"), vars(cfg) | {"program": cfg.program}
+    torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": config,
+                "model": model.state_dict(), "optimizer": optimizer.state_dict()}, new)
+    os.replace(new, path)
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint, tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
@@ -728,10 +726,12 @@ def resume(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer
         return 0
     state = load_checkpoint(path)
     free = {"data", "out", "workers", "log_every", "save_every", "compile"}   # what may change along the way
-    there, here = state["config"], vars(cfg)
+    there, here = {"program": cfg.program} | state["config"], vars(cfg) | {"program": cfg.program}
     differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
               if name not in free and there.get(name) != here.get(name)]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use its settings or a new --out")
+    shapes = [{k: x.shape for k, x in weights.items()} for weights in (state["model"], model.state_dict())]
+    require(shapes[0] == shapes[1], f"{path} holds another model than this code builds: use a new --out")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
@@ -814,8 +814,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             block.compile(dynamic=True)
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     start, total = resume(path, cfg, model, optimizer), max(1, round(cfg.epochs * per_epoch))
-    parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(
-        model, [device] if device.type == "cuda" else None)   # raises for a parameter that no loss reaches
+    # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter that no loss reaches.
+    parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     batches = iter(torch.utils.data.DataLoader(
         Views(source, cfg), batch_sampler=batch_keys(len(source), cfg, start, total, rank, ranks),
         num_workers=min(cfg.workers, os.cpu_count() or 1), pin_memory=device.type == "cuda",

@@ -69,7 +69,7 @@ class AllReduce(torch.autograd.Function):
 def cross_correlation(a: Tensor, b: Tensor) -> Tensor:
     """c = a^T b / B over the images of all ranks: (B, K), (B, K) -> (K, K), for standardised features."""
     ranks = ranks_and_rank()[0]
-    c = a.T @ b / (len(a) * ranks)
+    c = (a / (len(a) * ranks)).T @ b
     return AllReduce.apply(c) if ranks > 1 else c
 
 def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
@@ -80,6 +80,7 @@ def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
 
 class BarlowTwins(nn.Module):
     """Barlow Twins, as a base method of ser.SER. It has no momentum branch, and b1 and b2 make one batch."""
+    # Choice: crops are bilinear, as all of ser.py; Barlow Twins and the release have bicubic ones.
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__()
         self.encoder, self.off_diagonal = encoder, cfg.off_diagonal

@@ -109,6 +109,9 @@ def dino_loss(student: Sequence[Tensor], targets: Sequence[Tensor], temperature:
 
 class DINO(nn.Module):
     """DINO, as a base method of ser.SER: the teacher is the moving average of encoder and head."""
+    # Choice: the encoder is ser.py's, with fixed position codes, none for [CLS], Xavier weights; crops are
+    # bilinear. DINO has learned codes, truncated normal weights and bicubic crops. The student is evaluated,
+    # as in the release; DINO evaluates its teacher.
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__()
         self.cfg, self.encoder = cfg, encoder
@@ -126,7 +129,7 @@ class DINO(nn.Module):
     @torch.no_grad()
     def update(self, progress: float) -> None:
         """Move the teacher towards the student, momentum rising to 1 on half a cosine, and set its
-        temperature, which rises linearly."""
+        temperature, which rises linearly, with every step (DINO's: with every epoch)."""
         m = warmup_cosine(progress, 0, 1, self.cfg.momentum, 1.0)
         move = torch.optim.swa_utils.get_ema_multi_avg_fn(m)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):

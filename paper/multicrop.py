@@ -30,7 +30,7 @@ class Settings(ser.Config):
     """The settings of MoCo-v3 + SER, and those of the local views."""
     out: str = setting("runs/multicrop", 0, 0, "folder of last.pt, log.jsonl, views.png; a run is resumed")
     local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, which makes 2 + 4 views)")
-    local_size: int = setting(96, 1, INF, "side of a local view, pixels, a multiple of the patch (paper: 96)")
+    local_size: int = setting(96, 2, INF, "side of a local view, pixels, a multiple of the patch (paper: 96)")
     # Choice: crops of 5% to 25% and blur with probability 0.5 are DINO's, as in the release; which leaves
     # grayscale out of the local views, where the paper keeps all photometric operations (3.2).
     local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05 of the image)")
@@ -61,7 +61,7 @@ class MultiCrop(MoCoV3):
     # 2 + 4 there are ten terms in place of two, beside three terms of L_equiv in place of one.
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
-        self.pairs = query_key_pairs(len(cfg.views))
+        self.pairs = query_key_pairs(len(cfg.views))[::-1]   # inv_top1 is of the last pair: (0, 1)
 
 def build(cfg: Settings) -> ser.SER:
     """The model of a run. Raises UserError for local views that do not fit the patches or have no area."""

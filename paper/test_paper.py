@@ -114,6 +114,37 @@ def test_dinos_center_is_a_moving_mean_of_the_teacher_and_moves_after_its_use():
     entropy = -sum(p * math.log(p) for p in used if p > 0)
     assert losses["teacher_entropy"].item() == pytest.approx(entropy, rel=1e-4)
 
+def test_dino_pairs_each_views_student_with_the_other_views_teacher_image_by_image():
+    """Caron et al., Algorithm 1: H(t1, s2) / 2 + H(t2, s1) / 2, at the teacher's present temperature. Heads
+    are scaled so that images differ: crossed views or images would show."""
+    _, model = toy("dino", drop_path=0.0)
+    base, generator = model.base, seeded(5)
+    base.sharpness = 0.055
+    with torch.no_grad():
+        for head in (base.head, base.teacher_head):
+            for name, p in head.named_parameters():
+                p.zero_() if name.endswith("bias") else p.mul_(9 if "original0" in name else 3)
+    cls, features = torch.randn(2, 2, 8, 16, generator=generator)
+    center = base.center.copy_(torch.randn(24, generator=generator) * 0.02).clone()
+    base.teacher.forward = lambda view: [ser.Encoded(view[0], {})]
+    with torch.no_grad():
+        targets = [((base.teacher_head(x) - center) / 0.055).softmax(-1) for x in features]
+    found = base([[x] for x in features], [*cls])
+    close(found, dino.dino_loss([base.head(c) for c in cls], targets, 0.1))
+    for wrong in (targets[::-1], [t.roll(1, 0) for t in targets]):
+        assert abs(found - dino.dino_loss([base.head(c) for c in cls], wrong, 0.1)) > 1e-3
+
+def test_dinos_teacher_follows_the_student_which_stays():
+    """Caron et al., 3.1: teacher <- m teacher + (1 - m) student, encoder and head, m = .982 at the start."""
+    base = toy("dino")[1].base
+    slow, fast = ([*base.teacher.parameters(), *base.teacher_head.parameters()],
+                  [*base.encoder.parameters(), *base.head.parameters()])
+    before = [[p.clone() for p in branch] for branch in (slow, fast)]
+    base.update(0.0)
+    for p, s, f in zip(slow, *before):
+        close(p, 0.982 * s + 0.018 * f)
+    assert all(map(torch.equal, fast, before[1]))
+
 def test_dinos_schedules_have_their_stated_end_points():
     """FACTS of DINO and of the release: lr 8e-4 -> 1e-5 at batch 2048, weight decay .04 -> .4 without biases
     and norms, teacher temperature .04 -> .07 in 10 epochs, momentum .982 -> 1."""
@@ -157,11 +188,12 @@ def test_dinos_gradients_are_limited_one_by_one_and_the_last_layer_waits():
 
 def test_the_student_alone_has_stochastic_depth_growing_to_a_tenth():
     """DINO: drop path 0 to .1 over the student's blocks; none in the teacher, none in evaluation."""
-    cfg, model = toy("dino", depth=5, cls_layer=2, drop_path=0.1)
+    _, model = toy("dino", depth=5, cls_layer=2, drop_path=0.1)
     assert [b.drop_path for b in model.base.encoder.blocks] == pytest.approx([0, 0.025, 0.05, 0.075, 0.1])
     assert not any(b.drop_path for b in model.base.teacher.blocks)
-    x = torch.rand(2, 3, 16, 16, generator=seeded())
-    model.base.encoder.blocks[-1].drop_path = 0.9
+    x = torch.rand(16, 3, 16, 16, generator=seeded())
+    model.base.encoder.blocks[-1].drop_path = 0.5
+    torch.manual_seed(0)
     assert not torch.equal(model.base.encoder([x])[0].cls, model.base.encoder([x])[0].cls)
     assert torch.equal(model.base.teacher([x])[0].cls, model.base.teacher([x])[0].cls)
     model.eval()
@@ -213,6 +245,13 @@ def test_barlow_twins_correlates_standardised_projections():
     assert [(m.in_features, m.out_features, m.bias) for m in linears] == [
         (384, 64, None), (64, 64, None), (64, 64, None)]
 
+def test_barlow_twins_loss_is_taken_between_the_two_views_with_its_weight():
+    """Zbontar et al., Algorithm 1, forward as a whole, on two different views."""
+    _, model = toy("barlow_twins", off_diagonal=0.3)
+    cls = [*torch.randn(2, 32, 16, generator=seeded())]
+    a, b = (model.base.projector(c) for c in cls)
+    close(model.base([[], []], cls), barlow_twins.barlow_loss(a.T @ b / 32, 0.3))
+
 def test_barlow_twins_schedule_has_its_stated_end_points():
     """FACTS of the release: lr 8e-4 at batch 2048, down to a thousandth of it; weight decay .1; clip .3."""
     cfg = barlow_twins.Settings()
@@ -239,6 +278,20 @@ def test_local_views_are_queries_only():
     losses = model(batch, diagnose=True)
     assert sorted(seen) == sorted(x.shape[-1] for view in batch.views[:2] for x in view)
     assert losses["inv_chance"] == pytest.approx(10 * 2 * 0.2 * math.log(8))
+
+def test_l_inv_of_2_and_4_views_is_the_sum_of_infonce_over_the_ten_pairs():
+    """A.1, value: each of six queries against the keys of the global views but its own; inv_top1 is that of
+    the global pair."""
+    cfg, model = toy("multicrop")
+    batch, base = toy_batch(cfg), model.base
+    cls = [torch.cat([e.cls for e in base.encoder(view)]) for view in batch.views]
+    q = [F.normalize(base.predictor(base.projector(c)), dim=1) for c in cls]
+    k = [F.normalize(base.momentum_projector(torch.cat([e.cls for e in base.momentum_encoder(view)])), dim=1)
+         for view in batch.views[:2]]
+    wanted = sum(0.4 * F.cross_entropy(q[i] @ k[j].T / 0.2, torch.arange(8))
+                 for i in range(6) for j in range(2) if i != j)
+    close(base(batch.views, cls), wanted, 1e-4)
+    assert base.diagnostics["inv_top1"] == ((q[0] @ k[1].T).argmax(1) == torch.arange(8)).float().mean()
 
 def test_the_views_are_two_global_and_four_local_crops():
     """A.1 and DINO: 2 x 224, 4 x 96 pixels of 5% to 25% of the image; b2 sees the whole one at each size."""
@@ -418,6 +471,22 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(name, change, words, tmp_path,
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and error.startswith(f"{module.Settings.program}: ") and words in error
     assert not (tmp_path / "o").exists()
+
+def test_a_run_of_another_head_or_program_is_not_continued(toy_runs, capsys, monkeypatch):
+    """Bad input: the code of the method has changed since, or another program has the same settings."""
+    settings = toy_runs["barlow_twins"]
+    before = (Path(settings["out"]) / "last.pt").read_bytes()
+    argv = flags(**settings)
+
+    def wider(encoder, cfg):
+        return barlow_twins.BarlowTwins(encoder, dataclasses.replace(cfg, hidden=32))
+
+    assert ser.main(argv, barlow_twins.Settings, lambda cfg: ser.build(cfg, wider)) == 2
+    assert "another model" in capsys.readouterr().err
+    monkeypatch.setattr(barlow_twins.Settings, "program", "mine.py")
+    assert ser.main(argv, barlow_twins.Settings, barlow_twins.build) == 2
+    assert "program -m paper.barlow_twins there, mine.py here" in capsys.readouterr().err
+    assert (Path(settings["out"]) / "last.pt").read_bytes() == before
 
 def test_a_run_of_another_method_is_not_overwritten(toy_runs, capsys):
     """Bad input: --out of a DINO run given to Barlow Twins: one line, and the checkpoint stays."""
