@@ -695,9 +695,9 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
 
 def save_checkpoint(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves the old checkpoint or the new, whole."""
-    new, config = path.with_suffix(".tmp"), vars(cfg) | {"program": cfg.program}
-    torch.save({"format": "ser-1", "step": step, "shape": model.base.encoder.shape, "config": config,
-                "model": model.state_dict(), "optimizer": optimizer.state_dict()}, new)
+    new = path.with_suffix(".tmp")
+    torch.save({"format": "ser-1", "step": step, "program": cfg.program, "shape": model.base.encoder.shape,
+                "config": vars(cfg), "model": model.state_dict(), "optimizer": optimizer.state_dict()}, new)
     os.replace(new, path)
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -726,7 +726,7 @@ def resume(path: Path, cfg: Common, model: SER, optimizer: torch.optim.Optimizer
         return 0
     state = load_checkpoint(path)
     free = {"data", "out", "workers", "log_every", "save_every", "compile"}   # what may change along the way
-    there, here = {"program": cfg.program} | state["config"], vars(cfg) | {"program": cfg.program}
+    there, here = state["config"] | {"program": state.get("program")}, vars(cfg) | {"program": cfg.program}
     differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
               if name not in free and there.get(name) != here.get(name)]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use its settings or a new --out")
