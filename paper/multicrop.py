@@ -15,7 +15,11 @@ Two global views, as without local ones, and four small views of small crops (pa
               other, and with the tokens of other images in that pair
 
 A view of b2 is the whole image at the size of the view, with a g of its own; a local one has a grid of about
-6 x 6 tokens. What is MoCo-v3's and SER's stands in ser.py; here are the views and who is compared with whom.
+6 x 6 tokens. The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of two views, and the
+momentum encoder no more than before: what that costs on a clock, packed or with a pass for each resolution,
+`python -m paper.overhead --rows packed` measures.
+
+What is MoCo-v3's and SER's stands in ser.py; here are the views and who is compared with whom.
 """
 from __future__ import annotations
 
