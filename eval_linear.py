@@ -271,7 +271,8 @@ def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]
     lrs, per_epoch = [rate * batch / 256 for rate in cfg.lr], n // batch
     heads = Heads(lrs, classes, frozen.width, cfg.seed).to(frozen.device)
     optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
-    start = 0 if cfg.cache else ser.resume(path, argparse.Namespace(**identity), heads, optimizer)
+    there = argparse.Namespace(program="eval_linear.py", **identity)
+    start = 0 if cfg.cache else ser.resume(path, there, heads, optimizer)
 
     # An epoch permutes the data by (seed, epoch) alone; what its last whole batch leaves is not used.
     keys = ([(epoch, index) for index in rows.tolist()] for epoch in range(start // per_epoch, cfg.epochs)
@@ -279,8 +280,8 @@ def linear(frozen: Frozen, classes: int, cfg: Settings, identity: dict[str, Any]
     for done in fit(heads, optimizer, frozen.read("train", keys), start, cfg.epochs * per_epoch):
         if done % per_epoch == 0 and not cfg.cache and ranks_and_rank()[1] == 0:
             write_whole(path, lambda file: torch.save(
-                dict(format="ser-1", step=done, config=identity, model=heads.state_dict(),
-                     optimizer=optimizer.state_dict()), file))
+                dict(format="ser-1", step=done, program="eval_linear.py", config=identity,
+                     model=heads.state_dict(), optimizer=optimizer.state_dict()), file))
     found = {name: accuracy(heads, *frozen.table(name), split.among)
              for name, split in frozen.splits.items() if name != "train"}
     rows = [{"rate": rate, "lr": lr, **{name: found[name][r] for name in found}}
