@@ -657,19 +657,23 @@ def rank_main(rank, ranks, folder):
     dist.destroy_process_group()
     os._exit(0)   # gloo's threads can abort an interpreter that ends normally, all work done
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_equal_one_process_in_value_and_gradient(ranks, tmp_path):
-    """Eq. 3 across ranks: patch_ntxent, InfoNCE, and the whole of SER under DDP. The mean over ranks of
-    losses and of gradients is that of one process: nothing is lost in a gather, nothing counted twice."""
+def run_ranks(main, ranks, folder):
+    """Run main(rank, ranks, folder) in a process for every rank; all must end well."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ser"])   # torch is imported once for all ranks
-    workers = [context.Process(target=rank_main, args=(r, ranks, str(tmp_path))) for r in range(ranks)]
+    context.set_forkserver_preload([main.__module__])   # torch is imported once for all ranks
+    workers = [context.Process(target=main, args=(r, ranks, str(folder))) for r in range(ranks)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(100)
         worker.kill()   # only one that still waits for a rank that failed notices
     assert [worker.exitcode for worker in workers] == [0] * ranks
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_equal_one_process_in_value_and_gradient(ranks, tmp_path):
+    """Eq. 3 across ranks: patch_ntxent, InfoNCE, and the whole of SER under DDP. The mean over ranks of
+    losses and of gradients is that of one process: nothing is lost in a gather, nothing counted twice."""
+    run_ranks(rank_main, ranks, tmp_path)
     found, one = [torch.load(tmp_path / f"{r}.pt") for r in range(ranks)], rank_results(0, 1)
     for key in (None, 2, "moco"):
         close(sum(f[key][0] for f in found) / ranks, one[key][0])

@@ -8,7 +8,6 @@ points, and each script from its command line: it trains, resumes bit for bit, a
 import dataclasses
 import itertools
 import math
-import multiprocessing
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper import barlow_twins, dino, multicrop
-from test_ser import TOY, close, flags, records, same_run, seeded, shake, value_and_gradients
+from test_ser import TOY, close, flags, records, run_ranks, same_run, seeded, shake, value_and_gradients
 from test_ser import signals_stay_pytests   # noqa: F401, a fixture for every test here too
 
 HERE = Path(ser.__file__).resolve().parent
@@ -391,15 +390,7 @@ def rank_main(rank, ranks, folder):
 def test_two_ranks_equal_one_process(tmp_path):
     """Centering, cross-correlation and InfoNCE under DDP: the mean over ranks of losses and gradients is that
     of one process, and the center is the same everywhere."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paper.test_paper"])
-    workers = [context.Process(target=rank_main, args=(r, 2, str(tmp_path))) for r in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(100)
-        worker.kill()   # only one that still waits for a rank that failed notices
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    run_ranks(rank_main, 2, tmp_path)
     ranks, one = [torch.load(tmp_path / f"{r}.pt") for r in range(2)], rank_results(0, 1)
     for name, whole in one.items():
         close(sum(found[name]["loss"] for found in ranks) / 2, whole["loss"])
