@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,6 +92,26 @@ def test_every_other_round_reverses_the_one_before():
     assert rounds[::2] == [names[::-1] for names in rounds[1::2]]
     assert all(len(seconds) == 4 for side in times.values() for seconds in side.values())
     assert overhead.spread([2.0]) == "2 s (2-2)" and overhead.spread([3, 1, 2], "x") == "2 x (1.5-2.5)"
+
+def test_a_ratio_is_the_time_of_ours_over_the_others_and_the_loaders_how_much_faster_it_is(
+        monkeypatch, tmp_path, capsys):
+    """With times that are given, by which SER's step and the packed pass take 1.5 as long, and ser.Views 2/3;
+    the second round is three times slower, for all."""
+    slow = lambda name: name.startswith("SER") or name in ("packed", "moco-v3")
+    monkeypatch.setattr(overhead, "in_turn", lambda rounds, sides, warm=1: {name: {
+        "wall": [3.0, 9.0] if slow(name) else [2.0, 6.0], "CPU": [5.0, 15.0] if slow(name) else [2.0, 6.0]}
+        for name in sides})
+    monkeypatch.setattr(overhead, "fresh", lambda *_, **__: {"peak_mb": 1.0})
+    monkeypatch.setattr(overhead, "make_step", lambda *_: None)
+    for i in range(16):
+        torchvision.utils.save_image(torch.rand(3, 8, 8), tmp_path / f"{i}.png")
+    assert overhead.main(["--rows", "step", "packed", "loader", "--pairs", "2", "--data", str(tmp_path),
+                          "--json", str(tmp_path / "found.json")]) == 0
+    found, out = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
+    sides = [row for row in found["step"].values() if "ratio" in row] + list(found["packed"].values())
+    assert len(sides) == 4 and all(row["ratio"] == [1.5, 1.5] for row in [*sides, found["loader"]])
+    assert out.count("wall 1.5 x (1.5-1.5), CPU 2.5 x (2.5-2.5)") == 4 and "1.5 x (1.5-1.5)\n" in out
+    assert all(row["macs_ratio"] > 1 for row in found["step"].values() if "macs_ratio" in row)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss of a parent is Linux's")
 def test_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
