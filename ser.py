@@ -11,17 +11,15 @@ intermediate layer, where the patch tokens still form a map of the image:
     L_equiv        patch-wise NT-Xent on b2 between rho_g(f1(x1)) and f1(x2), where
                    x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
     loss           L_inv + lambda * L_equiv
-
 rho_g is known, not learned: quarter turns and flips permute tokens, scaling resizes the map.
 
     python ser.py                                          a small ViT on drawn images, 2 CPU cores
     python ser.py --data /imagenet --batch-size 256        one GPU, or a CPU, or a Mac
     torchrun --nproc_per_node=8 ser.py --data /imagenet    the paper's main setting
 
-Sections, and where the paper has them: 1 Group (3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance
-loss (3.3), 5 Base method (4.1), 6 SER (Algorithm 1, Eq. 3), 7 Config (4.1), 8 Data, 9 Training,
-10 Command line. `# Paper:` marks what the paper prescribes, `# Choice:` where it is silent or where
-the official release does otherwise (see "Deviations" in README.md).
+1 Group (paper 3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance loss (3.3), 5 Base method (4.1),
+6 SER (Algorithm 1), 7 Config (4.1), 8 Data, 9 Training, 10 Command line. `# Paper:` marks what the
+paper prescribes, `# Choice:` where it is silent or the official release does otherwise.
 Axes: B images, N tokens, H x W token grid (rows first), D width, K projection, R ranks.
 """
 from __future__ import annotations
@@ -39,6 +37,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -63,12 +62,11 @@ from tqdm import tqdm
 # taken literally. (torch.Tensor is spelled out where a function is meant to be copied.)
 
 class Geometry(NamedTuple):
-    """An element of G for every image of a batch: a flip, then turns, then a resize to a grid, which
-    is that of the result and which all images share, so that they stack. flip and turns stay on the
-    CPU, where reading them does not wait for a GPU."""
+    """An element of G for every image of a batch: a flip, then turns, then a resize to a grid that
+    all images share. flip and turns stay on the CPU, where reading them does not wait for a GPU."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
-    grid: tuple[int, int]    # (H, W) in tokens, rows first
+    grid: tuple[int, int]    # (H, W) of the result in tokens, rows first
 
 def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7, 1.3),
                     aspect: tuple[float, float] = (3 / 4, 4 / 3),
@@ -76,8 +74,7 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     generator: torch.Generator | None = None) -> Geometry:
     """Draw a flip and turns for each of `batch` images, and one grid for all of them: `area` * grid^2
     tokens (uniform) at the aspect W / H (log-uniform), sides rounded, 10 to 18 for grid 14. What
-    `elements` leaves out stays the identity, and the draws of the others do not change. Raises
-    ValueError for an unknown element."""
+    `elements` leaves out stays the identity. Raises ValueError for an unknown element."""
     if not set(elements) <= {"rot90", "hflip", "scale"}:
         raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
     flip = torch.rand(batch, generator=generator) < 0.5
@@ -130,9 +127,9 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader's processes decode an image once and cut all its views; the device applies the geometry
-# of b2 and the photometric jitter of both parts. A view travels with all that made it. Every draw
-# comes from (seed, epoch, image) or (seed, step), so a resumed run goes on with the same draws.
+# The loader's processes decode an image once and cut its views; the device applies the geometry of
+# b2 and the jitter of all. Draws come from (seed, epoch, image) or (seed, step), so that a resumed
+# run goes on with the same ones, and they travel with the view that they made.
 
 class Policy(NamedTuple):
     """What T draws one view from, beside a flip, colour jitter and grayscale, alike for all views."""
@@ -143,11 +140,11 @@ class Policy(NamedTuple):
 
 class Crop(NamedTuple):
     """Where a view was cut, in shares of the image's height and width; in a batch, (B,) tensors."""
-    top: float
-    left: float
-    height: float
-    width: float
-    flip: bool             # mirrored after the cut
+    top: float = 0.0
+    left: float = 0.0
+    height: float = 1.0
+    width: float = 1.0
+    flip: bool = False     # mirrored after the cut
 
 class Jitter(NamedTuple):
     """What is done to a view's colours; the defaults do nothing. In a batch, tensors of B rows."""
@@ -181,6 +178,10 @@ class Key(NamedTuple):
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
+def normalise(x: Tensor) -> Tensor:
+    """Images in [0, 1] -> what the encoder takes."""
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
 def seed_of(*key: Any) -> int:
     """A seed for this key alone, by SHA-512 of its text, so that no two keys share their draws."""
     return random.Random(repr(key)).getrandbits(63)
@@ -189,31 +190,32 @@ def rng(*key: Any) -> torch.Generator:
     """A CPU generator seeded by the key."""
     return torch.Generator().manual_seed(seed_of(*key))
 
-def uniform(low: float, high: float) -> float:
-    return low + (high - low) * torch.rand(()).item()
+def seed_draws(*key: Any) -> None:
+    """Seed the global generators: torch's, the only one that torchvision takes, and Python's."""
+    random.seed(seed_of(*key))
+    torch.manual_seed(seed_of(*key))
 
 def sample_crop(image: Tensor, area: tuple[float, float] | None) -> Crop:
     """torchvision's RandomResizedCrop of (3, h, w) and a flip; for area None the plain centre."""
     h, w = image.shape[-2:]
     if area is None:
         side = min(h, w) * 224 / 256     # as if the shorter side became 256 and 224 were cut out
-        return Crop((1 - side / h) / 2, (1 - side / w) / 2, side / h, side / w, flip=False)
+        return Crop((1 - side / h) / 2, (1 - side / w) / 2, side / h, side / w)
     top, left, height, width = RandomResizedCrop.get_params(image, list(area), [3 / 4, 4 / 3])
-    return Crop(top / h, left / w, height / h, width / w, flip=uniform(0, 1) < 0.5)
+    return Crop(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
 
 def sample_jitter(policy: Policy) -> Jitter:
     """MoCo-v3's draws for one image: colour jitter (.4, .4, .2, .1) in random order with probability
     .8, grayscale with .2, blur and solarization with the policy's; none on a plain centre crop."""
+    jitter = Jitter()
     if policy.area is None:
-        return Jitter()
-    colour = Jitter()
-    if uniform(0, 1) < 0.8:
-        colour = Jitter(uniform(0.6, 1.4), uniform(0.6, 1.4), uniform(0.8, 1.2), uniform(-0.1, 0.1),
-                        torch.randperm(4))
-    sigma = uniform(0.1, 2.0)
-    return colour._replace(gray=uniform(0, 1) < 0.2,
-                           blur=sigma if uniform(0, 1) < policy.blur else 0.0,
-                           solarize=uniform(0, 1) < policy.solarize)
+        return jitter
+    if random.random() < 0.8:
+        jitter = Jitter(random.uniform(0.6, 1.4), random.uniform(0.6, 1.4), random.uniform(0.8, 1.2),
+                        random.uniform(-0.1, 0.1), order=torch.randperm(4))
+    sigma = random.uniform(0.1, 2.0) if random.random() < policy.blur else 0.0
+    return jitter._replace(gray=random.random() < 0.2, blur=sigma,
+                           solarize=random.random() < policy.solarize)
 
 def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
     """(3, h, w) -> (3, size, size): the crop, resized, then flipped."""
@@ -236,12 +238,11 @@ class Dataset(torch.utils.data.Dataset):
 
     def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
         """What makes the views of an image. A method that draws them otherwise overrides this."""
-        torch.manual_seed(seed_of(self.seed, "image", key.epoch, key.index))
-        whole = Crop(0.0, 0.0, 1.0, 1.0, flip=False)
+        seed_draws(self.seed, "image", key.epoch, key.index)
         draws = []
         for policy in self.policies:
             # Paper: 3.2. T_eq keeps the jitter of T but not its crop: g acts on whole images.
-            crop = whole if key.in_b2 else sample_crop(image, policy.area)
+            crop = Crop() if key.in_b2 else sample_crop(image, policy.area)
             draws.append((crop, sample_jitter(policy)))
         return draws
 
@@ -280,17 +281,14 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)
     kernel = kernel.repeat_interleave(3, dim=0)                                 # one for each channel
-    x = F.pad(x, [radius] * 4, mode="reflect").view(1, 3 * n, h + 2 * radius, w + 2 * radius)
+    x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
-def blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    return other.lerp(x, factor).clamp(0, 1)
-
 OPERATIONS = {     # images (n, 3, h, w) in [0, 1], parameters (n, 1, 1, 1); else as torchvision's
     "brightness": lambda x, factor: (factor * x).clamp(0, 1),
-    "contrast": lambda x, factor: blend(x, rgb_to_grayscale(x).mean((2, 3), keepdim=True), factor),
-    "saturation": lambda x, factor: blend(x, rgb_to_grayscale(x), factor),
+    "contrast": lambda x, factor: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, factor).clamp(0, 1),
+    "saturation": lambda x, factor: rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1),
     "hue": shift_hue,
     "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
     "blur": gaussian_blur,
@@ -317,10 +315,6 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     apply("solarize", jitter.solarize)
     return normalise(x)
 
-def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes."""
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-
 def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
     """A rank's share of the step's images `indices`: of b1, then of b2, which is the end of the step.
     n_b2: |b2| of one rank. How many ranks share a step does not change its b1 and its b2."""
@@ -332,12 +326,10 @@ def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) 
 
 def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int, rank: int = 0,
                ranks: int = 1) -> Batch:
-    """Finish the views on the device: the geometry of b2, then the jitter of all.
-
-    loaded: of each view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on
-    the CPU. g1 and g2 are independent. Each rank draws the geometry of the whole b2 and keeps its
-    own rows: all agree on the grid and none repeats another's draws.
-    """
+    """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: of each
+    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU.
+    g1 and g2 are independent. Each rank draws the geometry of the whole b2 and keeps its own rows:
+    all agree on the grid and none repeats another's draws."""
     n_b2 = cfg.b2_images(ranks)
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
@@ -390,7 +382,6 @@ class Block(nn.Module):
         return unpack(x, batches)
 
     def attention(self, x: Tensor, batches: list[Tensor]) -> Tensor:
-        """The attention branch, packed tokens to packed tokens."""
         attended = []
         for qkv in unpack(self.attn["qkv"](self.norm1(x)), batches):
             q, k, v = qkv.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -399,7 +390,6 @@ class Block(nn.Module):
         return self.attn["proj"](pack(attended))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """The MLP branch, packed tokens to packed tokens."""
         return self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x))))
 
 def sincos_codes(grid: int, dim: int) -> Tensor:
@@ -429,10 +419,9 @@ class ViT(nn.Module):
         fit = math.ceil(image_size / patch_size) * patch_size
         require(fit == image_size,
                 f"--image-size {image_size} is no multiple of --patch-size {patch_size}: try {fit}")
-        require(dim % heads == 0 and dim % 4 == 0,
-                f"--dim {dim} must be a multiple of 4 and of --heads {heads}")
-        require(0 <= cls_layer < depth,
-                f"--cls-layer {cls_layer} must lie in 0..{depth - 1}, before a block")
+        require(dim % heads == dim % 4 == 0, f"--dim {dim}: no multiple of 4 and of --heads {heads}")
+        require(0 <= cls_layer < depth, f"--cls-layer {cls_layer}: must lie in 0..{depth - 1}")
+        require(position in ("learned", "sincos"), f"--position {position}: learned or sincos")
         self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
                           heads=heads, cls_layer=cls_layer, position=position)
         self.grid = image_size // patch_size
@@ -592,8 +581,7 @@ def ranks_and_rank() -> tuple[int, int]:
     return 1, 0
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's head: no biases, BatchNorm and ReLU between layers, BatchNorm without affine at the
-    end."""
+    """MoCo-v3's head: no biases, BatchNorm and ReLU between layers, BatchNorm without affine last."""
     parts: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         parts += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
@@ -676,8 +664,7 @@ class SER(nn.Module):
         self.temperature = temperature
         dim = base.encoder.dim
         depth = base.encoder.depth
-        require(all(1 <= layer <= depth for layer in layers),
-                f"--equiv-layers {' '.join(map(str, layers))}: choose among 1..{depth}")
+        require(all(1 <= layer <= depth for layer in layers), f"--equiv-layers {layers}: 1..{depth}")
         self.heads = nn.ModuleDict()
         for layer in layers:
             # Paper: 3.3, two layers, GELU, 512. Choice: LayerNorm, no biases, as in the release.
@@ -934,7 +921,7 @@ def setup() -> tuple[torch.device, int, int]:
     ranks, rank = ranks_and_rank()
     mps = torch.backends.mps.is_available() and ranks == 1
     device = torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    if device.type == "cpu" and sys.platform == "linux":     # keep freed memory: faster by 5%
+    if device.type == "cpu" and sys.platform == "linux":     # glibc keeps freed memory: 5% faster
         ctypes.CDLL(None).mallopt(-4, 0)                     # M_MMAP_MAX
         ctypes.CDLL(None).mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD
     return device, rank, ranks
@@ -949,8 +936,10 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
         given = load_encoder(cfg.init)
         require(given.shape == encoder.shape, f"--init {cfg.init} is {given.shape}, not {encoder.shape}")
         encoder.load_state_dict(given.state_dict())
-    base = method(encoder, cfg) if method else MoCoV3(
-        encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
+    if method is None:
+        base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
+    else:
+        base = method(encoder, cfg)
     return SER(base, cfg.equiv_layers if cfg.ratio > 0 else (), cfg.weight, cfg.temperature)
 
 def save_whole(path: Path, state: dict[str, Any]) -> None:
@@ -964,8 +953,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint, its tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
     kinds = dict(step=int, program=str, shape=dict, config=dict, images=str, model=dict)
     try:
-        with zipfile.ZipFile(path) as archive:     # torch.load does not look at the checksums
-            require(archive.testzip() is None, "wrong checksum")
+        with zipfile.ZipFile(path) as archive:
+            require(archive.testzip() is None, "wrong checksum")     # torch.load does not look
         state = torch.load(path, map_location="cpu", weights_only=True)
         wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
         require(not wrong, f"without {' '.join(wrong)}")
@@ -999,23 +988,22 @@ def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
     picture.save(path)
 
 class Run:
-    """The folder of a run: its checkpoint and its log."""
+    """The folder of a run: its checkpoint last.pt and its log, log.jsonl."""
     free = ("data", "out", "init", "workers", "log_every", "save_every", "compile")   # may change
 
     def __init__(self, cfg: Common, source: Sequence[str] | Tensor):
         self.cfg = cfg
         self.ranks, self.rank = ranks_and_rank()
         self.path = Path(cfg.out, "last.pt")
-        self.per_epoch = len(source) // cfg.batch_size
-        self.total = max(1, round(cfg.epochs * self.per_epoch))
-        names = [] if isinstance(source, Tensor) else [os.path.basename(p) for p in source]
+        names = [] if isinstance(source, Tensor) else [os.path.basename(path) for path in source]
         self.images = f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
         self.broken: set[str] = set()
-        self.file = open(os.devnull, "w")
+        self.limit = max(3, len(source) / 1000)     # of broken images
+        self.log = open(os.devnull, "w")
         if self.rank == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path.with_name("log.jsonl"), "a", buffering=1)
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
+            self.log = open(self.path.with_name("log.jsonl"), "a", buffering=1)
+            fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
 
     def resume(self, model: SER, optimizer: torch.optim.Optimizer) -> int:
         """Load last.pt, if there is one, and return its step. Raises UserError for another run's."""
@@ -1032,24 +1020,29 @@ class Run:
         return state["step"]
 
     def save(self, step: int, model: SER, optimizer: torch.optim.Optimizer) -> None:
-        """Write last.pt, from rank 0."""
         if self.rank == 0:
             save_whole(self.path, dict(
                 step=step, program=self.cfg.program, config=vars(self.cfg), images=self.images,
                 shape=model.base.encoder.shape, model=model.state_dict(),
                 optimizer=optimizer.state_dict()))
 
-    def start(self, step: int, model: SER) -> None:
-        """The log's first record, which is the whole setting, and a line for the person who looks."""
-        b2 = self.cfg.b2_images(self.ranks) * self.ranks
-        setting = dict(images=self.images, start=step, steps=self.total, ranks=self.ranks, b2=b2,
-                       ratio=b2 / self.cfg.batch_size, lr=self.cfg.lr, warmup=self.cfg.warmup,
+    def start(self, step: int, steps: int, model: SER) -> None:
+        """Write the log's first record, the whole setting, and show what is derived from it."""
+        cfg = self.cfg
+        b2 = cfg.b2_images(self.ranks) * self.ranks
+        setting = dict(images=self.images, start=step, steps=steps, ranks=self.ranks, b2=b2,
+                       ratio=b2 / cfg.batch_size, lr=cfg.lr, warmup=cfg.warmup,
                        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        print(json.dumps(dict(command=" ".join(sys.argv), config=vars(self.cfg), **setting,
-                              torch=torch.__version__)), file=self.file)
-        self.bar = tqdm(total=self.total, initial=step, disable=self.rank > 0, mininterval=1)
+        command = " ".join(sys.argv)
+        self.write(dict(setting, command=command, config=vars(cfg), torch=torch.__version__))
+        self.bar = tqdm(total=steps, initial=step, disable=self.rank > 0, mininterval=1)
         self.say(", ".join(f"{name} {value}" for name, value in setting.items()))
-        self.clock, self.step, self.waited = time.perf_counter(), step, 0.0     # of the last record
+        self.step = step                      # of the last record
+        self.clock = time.perf_counter()      # when it was written
+        self.waited = 0.0                     # for the loader since then
+
+    def write(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self.log)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -1063,13 +1056,13 @@ class Run:
         for name in set(broken) - self.broken - {""}:
             tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
             self.broken.add(name)
-        require(len(self.broken) <= max(3, self.per_epoch * self.cfg.batch_size / 1000),
-                f"{len(self.broken)} images, over 1 in 1000, cannot be read: mend or remove them")
+        require(len(self.broken) <= self.limit, f"{len(self.broken)} images cannot be read, more than "
+                "1 in 1000: mend or remove them")
         return loaded
 
-    def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
-        """Write a step's record: means over ranks, and rates since the last record. Returns the mean
-        loss. Of a step, only this waits for the device."""
+    def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
+        """Write a step's values, means over ranks, and rates since the last record. Of a step, only
+        this waits for the device. Raises UserError if the loss is not finite."""
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.cfg.batch_size / seconds,
                    "waiting": self.waited / seconds, "broken": len(self.broken) * self.ranks,
@@ -1078,24 +1071,21 @@ class Run:
         if self.ranks > 1:
             dist.all_reduce(values)
         means = dict(zip(losses, (values / self.ranks).tolist()))
-        print(json.dumps({"step": step, **means}), file=self.file)
+        self.write({"step": step, **means})
         shown = ("loss", "inv", "inv_chance", "equiv", "equiv_chance", "patch_top1")
         self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
-        self.clock, self.step, self.waited = time.perf_counter(), step, 0.0
-        return means["loss"]
+        self.step = step
+        self.clock = time.perf_counter()
+        self.waited = 0.0
+        require(math.isfinite(means["loss"]), f"step {step}: the loss is {means['loss']}; log.jsonl "
+                "shows how it came to that; try a lower --base-lr with a new --out")
 
 def any_rank(yes: bool) -> bool:
     """Whether it holds on any rank; asked on the CPU, so that no GPU is waited for."""
     found = torch.tensor(float(yes))
     if dist.is_initialized():
         dist.all_reduce(found)
-    return bool(found > 0)
-
-def gradient_norms(model: SER) -> dict[str, Tensor]:
-    norms = {}
-    for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
-        norms[name] = nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
-    return norms
+    return found.item() > 0
 
 def leave_signals(worker: int) -> None:
     """Loader processes ignore stop signals: training needs their batches until it has saved."""
@@ -1117,20 +1107,21 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
+    per_epoch = len(source) // cfg.batch_size
+    steps = max(1, round(cfg.epochs * per_epoch))
     run = Run(cfg, source)
     start = run.resume(model, optimizer)
-    run.start(start, model)
+    run.start(start, steps, model)
     # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter without gradient.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = iter(torch.utils.data.DataLoader(
         cfg.dataset(source), worker_init_fn=leave_signals, pin_memory=device.type == "cuda",
-        batch_sampler=batch_keys(len(source), cfg, start, run.total, rank, ranks),
+        batch_sampler=batch_keys(len(source), cfg, start, steps, rank, ranks),
         num_workers=min(cfg.workers, os.cpu_count() or 1)))
     try:
-        for step in range(start, run.total):
-            done = step + 1
-            saves = done == run.total or done % (cfg.save_every or run.per_epoch) == 0
-            logs = saves or step == start or done % cfg.log_every == 0
+        for step in range(start, steps):
+            saves = step + 1 == steps or (step + 1) % (cfg.save_every or per_epoch) == 0
+            logs = saves or step == start or (step + 1) % cfg.log_every == 0
             # Load what the loader's processes have decoded and cut, and make the views of it.
             loaded = run.fetch(loader)
             loaded = [(pixels.to(device, non_blocking=True), *draws) for pixels, *draws in loaded]
@@ -1139,33 +1130,32 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
                 base = loaded[0][0][-cfg.b2_images(ranks):]
                 save_views(run.path.with_name("views.png"), batch, base, cfg.patch_size)
             # Forward. What a method draws here depends on the step alone, so a resumed run repeats it.
-            torch.manual_seed(seed_of(cfg.seed, "step", step, rank))
-            model.base.update(step / run.total)
+            seed_draws(cfg.seed, "step", step, rank)
+            model.base.update(step / steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 losses = parallel(batch, diagnose=logs)
             # Backward.
             optimizer.zero_grad()
             losses["loss"].backward()
             if logs:
-                losses |= gradient_norms(model)
+                for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
+                    gradients = [p.grad for p in part.parameters() if p.grad is not None]
+                    losses[name] = nn.utils.get_total_norm(gradients)
             # Step, with the schedules.
-            cfg.before_step(optimizer, step / run.per_epoch)
+            cfg.before_step(optimizer, step / per_epoch)
             optimizer.step()
             # Log, save and stop, where due.
             stopping = any_rank(len(stop) > 0)
             run.bar.update()
             if logs or stopping:
-                losses["lr"] = optimizer.param_groups[0]["lr"]
-                loss = run.record(done, losses)
-                require(math.isfinite(loss), f"step {done}: the loss is {loss}; see log.jsonl for the "
-                        "cause, and lower --base-lr with a new --out")
+                run.record(step + 1, losses | {"lr": optimizer.param_groups[0]["lr"]})
             if saves or stopping:
-                run.save(done, model, optimizer)
-            if stopping and done < run.total:
-                run.say(f"saved at step {done} of {run.total}; the same command continues")
+                run.save(step + 1, model, optimizer)
+            if stopping and step + 1 < steps:
+                run.say(f"saved at step {step + 1} of {steps}; the same command continues")
                 raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))
-    finally:     # its processes outlive an exception whose traceback holds the loader
-        if hasattr(loader, "_shutdown_workers"):
+    finally:     # the loader's processes outlive an exception whose traceback holds it
+        if cfg.workers:
             loader._shutdown_workers()
     return run.path
 
@@ -1181,47 +1171,41 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
         require(argv.count(flag) < 2 or flag in repeatable, f"{flag} is given twice")
         several = isinstance(field.default, tuple)
         values = field.default if several else (field.default,)
+        how = dict(type=type(values[0]))
+        if several:
+            how |= dict(nargs="+", action="extend")
         if field.default is False:
             how = dict(action="store_true")
-        elif several:
-            how = dict(action="extend", nargs="+", type=type(values[0]))
-        else:
-            how = dict(type=type(values[0]))
-        shown = " ".join(map(str, values))
-        parser.add_argument(flag, help=f"{field.metadata['help']} [{shown}]", **how)
+        text = f"{field.metadata['help']} [{' '.join(map(str, values))}]"
+        parser.add_argument(flag, help=text, **how)
     parser.error = lambda message: require(False, f"{message}; see --help")
     require("" not in argv, "an empty argument: an unset shell variable?")
     given = vars(parser.parse_args(argv))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return kind(**(given if given.get("data") else kind.drawn | given))
 
-def explain(error: BaseException) -> str:
-    """What a person can do about an error that nobody expected, or what it is."""
-    text = f"{type(error).__name__}: {error}".split("\n")[0]
-    if "DataLoader worker" in str(error):
-        return f"a loader process died ({text}): try --workers 0, or more (shared) memory"
-    return text
-
-def guard(program: str, work: Callable[[], Any], folder: str = ".") -> int:
-    """Do the work and return the exit code. Whatever escapes becomes one line on stderr; the
-    traceback of what is no UserError goes to a file in `folder`."""
-    rank = int(os.environ.get("RANK", 0))
+def guard(program: str, work: Callable[[], Any]) -> int:
+    """Do the work and return the exit code: 0, or 2 after one line on stderr about whatever escaped,
+    whose traceback goes to a file if it is no UserError."""
     try:
-        return work() or 0
+        work()
+        return 0
     except SystemExit as stopped:
         return stopped.code
     except UserError as error:
-        if rank == 0:     # all ranks found it
+        if os.environ.get("RANK", "0") == "0":     # all ranks found it
             tqdm.write(f"{program}: {error}", file=sys.stderr)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            Path(folder, f"error-{rank}.txt").write_text(traceback.format_exc())
-        tqdm.write(f"{program}: {explain(error)} ({folder}/error-{rank}.txt)", file=sys.stderr)
+        with tempfile.NamedTemporaryFile("w", prefix="ser-", suffix=".txt", delete=False) as file:
+            file.write(traceback.format_exc())
+        advice = "try fewer --workers, or 0: " if "DataLoader worker" in str(error) else ""
+        text = " ".join(str(error).split())[:300]
+        tqdm.write(f"{program}: {advice}{type(error).__name__}: {text} (see {file.name})", file=sys.stderr)
     return 2
 
 def main(argv: Sequence[str] | None = None, kind: type = Config,
          build: Callable[[Any], SER] = build) -> int:
-    """Train as the command line says; returns the exit code. The third stop signal ends at once."""
+    """Train as the command line says; returns the exit code. A third stop signal ends at once."""
     stop: list[int] = []
 
     def remember(number: int, frame: Any) -> None:
@@ -1230,18 +1214,16 @@ def main(argv: Sequence[str] | None = None, kind: type = Config,
             os._exit(128 + number)
 
     def work() -> None:
-        cfg = parse(argv, kind)
-        path = train(cfg, build, stop)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"Done: {path}. Next: python eval_linear.py --checkpoint {path}"
-                  + f" --data {cfg.data}" * bool(cfg.data))
+        path = train(parse(argv, kind), build, stop)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{path} is trained. Next: python eval_linear.py --checkpoint {path}")
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
     return guard(kind.program, work)
 
 def leave(code: int) -> None:
-    """End the process. gloo's threads can abort an interpreter that ends normally, all work done."""
+    """End the process at once: threads of gloo and loader processes can hold up a normal exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -1,20 +1,27 @@
 """Barlow Twins + SER: the Barlow Twins rows of the paper's Table 2 (linear top-1: 63.34, + SER 64.02).
 
-    python -m paper.barlow_twins                                        a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.barlow_twins --data /imagenet          Barlow Twins + SER, 100 epochs
-    torchrun --nproc_per_node=8 -m paper.barlow_twins --data /imagenet --ratio 0 --cls-layer 0 --out runs/bt
-    torchrun --nproc_per_node=8 -m paper.barlow_twins --data /imagenet --weight 0 --out runs/bt-control
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/barlow_twins/last.pt
+    python -m paper.methods.barlow_twins                      a small ViT on drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet   Barlow Twins + SER
+    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet --ratio 0 \
+        --cls-layer 0 --out runs/barlow-plain                                    Barlow Twins alone
+    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet --weight 0 \
+        --out runs/barlow-control                             Barlow Twins + SER with lambda = 0
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet \
+        --checkpoint runs/barlow_twins/last.pt
 
-The cross-correlation of two views' features, over the batch, should be the identity (Zbontar et al. 2021):
+Two views of an image should give the same features, and different features should not repeat one
+another: the cross-correlation of the two views' features over the batch should be the identity
+(Zbontar et al. 2021; the equations below are theirs).
 
-    a, b = projections of the two views, every feature with mean 0 and variance 1 over the batch
-    c = a^T b / B
-    loss = sum_i (c_ii - 1)^2 + w * sum_{i != j} c_ij^2
+    z1, z2  projections of the two views, each feature with mean 0 and variance 1 over the batch
+    C     = z1^T z2 / B                                                                     (Eq. 2)
+    L_inv = scale * (sum_i (1 - C_ii)^2 + w * sum_{i != j} C_ij^2)                          (Eq. 1)
 
-Only what is Barlow Twins' own stands here; the training, the data and SER are those of ser.py. The values are
-the paper's (tau 0.3) and, where it is silent, those of the released Barlow Twins + SER script.
-Axes: B images, D width of the encoder, K width of the projector, W ranks.
+They write lambda for w, and have no scale; `Settings.scale` says what it is for.
+
+Only what is Barlow Twins' own stands here; views, encoder, SER and training are those of ser.py.
+Values are the paper's (tau 0.3 for L_equiv) and, where it is silent, those of the released Barlow
+Twins + SER script. Axes: B images over all ranks, D width of the encoder, K features, R ranks.
 """
 from __future__ import annotations
 
@@ -27,35 +34,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ser
-from ser import INF, TINY, ViT, mlp, ranks_and_rank, setting, warmup_cosine
+from ser import INF, TINY, View, ViT, mlp, setting, warmup_cosine
 
+# ==== 1. Settings and schedule ====================================================================
 @dataclasses.dataclass(frozen=True)
 class Settings(ser.Common):
     """What Barlow Twins + SER sets otherwise than MoCo-v3 + SER, and what it has beside."""
-    out: str = setting("runs/barlow_twins", 0, 0, "folder of last.pt, log.jsonl, views.png; a run is resumed")
-    # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script has 1.
-    weight: float = setting(0.5, 0, INF, "lambda of the equivariance loss; 0: the control (paper: 0.5)")
-    temperature: float = setting(0.3, TINY, INF, "tau of the equivariance loss (paper: 0.3)")
-    # Choice: AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS for ResNets.
-    base_lr: float = setting(1e-4, TINY, INF, "learning rate per 256 images, as in ser.py (release: 1e-4)")
-    weight_decay: float = setting(0.1, 0, INF, "AdamW's weight decay, on all parameters (release: 0.1)")
-    clip: float = setting(0.3, 0, INF, "largest gradient norm of a parameter; 0: no limit (release: 0.3)")
-    hidden: int = setting(8192, 2, INF, "width K of the three layers of the projector (Barlow Twins: 8192)")
-    off_diagonal: float = setting(0.0051, 0, INF, "weight w of the redundancy term (Barlow Twins: 0.0051)")
+    out: str = setting("runs/barlow_twins", 0, 0, "folder of the run; a run that is there continues")
+    # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script
+    # has 1. It is lambda / scale that counts, as AdamW does not see a factor of the whole loss.
+    weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper: 0.5)")
+    temperature: float = setting(0.3, TINY, INF, "tau of L_equiv (paper: 0.3)")
+    scale: float = setting(0.01, TINY, INF, "factor of L_inv, at any number of ranks")
+    # Choice: AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS.
+    base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
+    weight_decay: float = setting(0.1, 0, INF, "of AdamW, on all parameters (release: 0.1)")
+    clip: float = setting(0.3, 0, INF, "greatest gradient norm of a parameter; 0: none (release: 0.3)")
+    hidden: int = setting(8192, 2, INF, "width K of the projector's layers (Barlow Twins: 8192)")
+    off_diagonal: float = setting(0.0051, 0, INF, "w of Eq. 1 (Barlow Twins: 0.0051)")
     drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(hidden=512, base_lr=1e-3, off_diagonal=0.02)
-    program: ClassVar[str] = "-m paper.barlow_twins"
+    program: ClassVar[str] = "-m paper.methods.barlow_twins"
 
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
-        """The learning rate, down to a thousandth of its peak, and the gradients' limits."""
+        """Set the learning rate of a fractional epoch, which ends at a thousandth of its peak, and
+        limit each parameter's gradient by itself."""
+        lr = warmup_cosine(epoch, self.warmup, self.epochs, self.lr, 1e-3 * self.lr)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(epoch, self.warmup_epochs, self.epochs, self.lr, 1e-3 * self.lr)
-            for p in group["params"] if self.clip else ():
-                nn.utils.clip_grad_norm_(p, self.clip)
+            group["lr"] = lr
+            for p in group["params"]:
+                if self.clip > 0:
+                    nn.utils.clip_grad_norm_(p, self.clip)
 
+# ==== 2. The loss =================================================================================
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks, with its gradient: what a rank adds enters the loss of every rank, so the gradient
-    is summed too. With the mean over ranks that DDP takes, W ranks equal one process. Without this backward
-    pass, as in the released codes of Barlow Twins and of SER, the gradient is W times too small."""
+    """The sum over ranks, with its gradient: what a rank adds enters the loss of every rank, so that
+    its gradient is the sum of theirs. With the mean over ranks that DDP then takes, R ranks equal one
+    process; with the official all_reduce, which passes no gradient, L_inv would weigh R times less."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -66,43 +81,63 @@ class AllReduce(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return AllReduce.forward(ctx, gradient)
 
-def cross_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """c = a^T b / B over the images of all ranks: (B, K), (B, K) -> (K, K), for standardised features."""
-    ranks = ranks_and_rank()[0]
-    c = (a / (len(a) * ranks)).T @ b
+def cross_correlation(z1: Tensor, z2: Tensor) -> Tensor:
+    """Eq. 2 over the images of all ranks: standardised features (B / R, K) of this rank's images in
+    both views -> C (K, K), equal on all ranks."""
+    ranks, _ = ser.ranks_and_rank()
+    images = ranks * len(z1)
+    c = z1.T @ z2 / images
     return AllReduce.apply(c) if ranks > 1 else c
 
 def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
-    """sum_i (c_ii - 1)^2 + w * sum_{i != j} c_ij^2, of a cross-correlation (K, K); a scalar."""
+    """Eq. 1: (K, K) -> the sum of (1 - C_ii)^2, and off_diagonal times that of C_ij^2, i != j."""
     diagonal = c.diagonal()
+    invariance = (1 - diagonal).square().sum()
     redundancy = c.square().sum() - diagonal.square().sum()
-    return (diagonal - 1).square().sum() + off_diagonal * redundancy
+    return invariance + off_diagonal * redundancy
 
+# ==== 3. The method ===============================================================================
 class BarlowTwins(nn.Module):
-    """Barlow Twins, as a base method of ser.SER. It has no momentum branch, and b1 and b2 make one batch."""
+    """Barlow Twins as a base method of SER (ser.py, section 5); b1 and b2 make one batch, and there is
+    no second network."""
     # Choice: crops are bilinear, as all of ser.py; Barlow Twins and the release have bicubic ones.
+
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__()
-        self.encoder, self.off_diagonal = encoder, cfg.off_diagonal
-        # Choice: trained, as the release does here; the frozen random patch embedding is MoCo-v3's.
+        self.cfg = cfg
+        # Choice: the patch embedding is trained, as the release does here; MoCo-v3's stays random.
         encoder.patch_embed.requires_grad_(True)
-        # Its last BatchNorm has no affine part: it standardises the features, on CUDA over all ranks.
+        self.encoder = encoder
+        # Its last BatchNorm has no affine part and so standardises the features, on CUDA over all
+        # ranks. (On a CPU each rank standardises its own images: there is no such BatchNorm.)
         self.projector = mlp(encoder.dim, cfg.hidden, cfg.hidden, cfg.hidden)
         self.diagnostics: dict[str, Tensor | float] = {}
 
-    def forward(self, views: list[list[Tensor]], cls: list[Tensor]) -> Tensor:
-        """The loss of the two views' projections."""
-        a, b = (self.projector(c).float() for c in cls)
-        with torch.autocast(a.device.type, enabled=False):
-            c = cross_correlation(a, b)
-            width = len(c)
-            with torch.no_grad():   # of the identity: 1 and 0; at chance: 0 and 1 / sqrt(B)
-                rest = (c.square().sum() - c.diagonal().square().sum()) / (width * (width - 1))
-                self.diagnostics = {"diagonal": c.diagonal().mean(), "off_diagonal": rest.sqrt()}
-            return barlow_loss(c, self.off_diagonal)
-
     def update(self, progress: float) -> None:
         """Nothing moves between the steps."""
+
+    def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
+        """L_inv, a scalar, from the [CLS] (B / R, D) of each of the two views, which SER has encoded;
+        it has no use for the images."""
+        z1 = self.projector(cls[0]).float()
+        z2 = self.projector(cls[1]).float()
+        with torch.autocast(z1.device.type, enabled=False):
+            c = cross_correlation(z1, z2)
+            loss = barlow_loss(c, self.cfg.off_diagonal)
+        self.diagnose(c.detach(), ser.ranks_and_rank()[0] * len(z1))
+        return self.cfg.scale * loss
+
+    def diagnose(self, c: Tensor, images: int) -> None:
+        """For the log: the mean of the diagonal of C, which should become 1; the root mean square of
+        the rest, which should become 0; and L_inv of features that have nothing to do with one
+        another, whose C_ij are 0 with variance 1 / B. c: (K, K)."""
+        features = len(c)
+        others = features * (features - 1)
+        rest = c.square().sum() - c.diagonal().square().sum()
+        chance = features * (1 + 1 / images) + self.cfg.off_diagonal * others / images
+        self.diagnostics["diagonal"] = c.diagonal().mean()
+        self.diagnostics["off_diagonal"] = (rest / others).sqrt()
+        self.diagnostics["inv_chance"] = self.cfg.scale * chance
 
 build = functools.partial(ser.build, method=BarlowTwins)
 

@@ -1,19 +1,28 @@
-"""DINO + SER: the DINO rows of the paper's Table 2 (ImageNet-1k linear top-1: DINO 67.37, + SER 67.63).
+"""DINO + SER: the DINO rows of the paper's Table 2 (ImageNet-1k linear top-1: 67.37, + SER 67.63).
 
-    python -m paper.dino                                               a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.dino --data /imagenet         DINO + SER, 100 epochs
-    torchrun --nproc_per_node=8 -m paper.dino --data /imagenet --ratio 0 --cls-layer 0 --out runs/dino-plain
-    torchrun --nproc_per_node=8 -m paper.dino --data /imagenet --weight 0 --out runs/dino-control
+    python -m paper.methods.dino                              a small ViT on drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet                  DINO + SER
+    torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet --ratio 0 --cls-layer 0 \
+        --out runs/dino-plain                                                           DINO alone
+    torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet --weight 0 \
+        --out runs/dino-control                                       DINO + SER with lambda = 0
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/dino/last.pt
 
-A student learns to say of one view what a teacher, its moving average, says of the other (Caron et al. 2021):
+A student g_s learns to say of one view of an image what a teacher g_t, its moving average, says of
+the other view (Caron et al. 2021; equations and Algorithm 1 below are theirs). For two views:
 
-    t = softmax((teacher(x1) - center) / teacher temperature)      no gradient; the center is a moving mean
-    loss = cross-entropy(t, softmax(student(x2) / student temperature)), and the same with x1 and x2 exchanged
+    P_t(x) = softmax((g_t(x) - c) / tau_t)     what the teacher says, without gradient
+    P_s(x) = softmax(g_s(x) / tau_s)           what the student says                        (Eq. 1)
+    L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2      H(a, b) = -sum a log b    (Eq. 3)
+    c     <- m c + (1 - m) mean of g_t(x) over images and views   the center                (Eq. 4)
 
-Only what is DINO's own stands here; the training, the data and SER are those of ser.py. The values are the
-paper's (tau 0.5) and, where it is silent, those of the released DINO + SER script, which trains two views
-without local crops. Axes: B images, D width of the encoder, P prototypes (outputs of the head), W ranks.
+Two forces keep all images from getting the same answer: the center forbids that one output wins
+everywhere, and tau_t < tau_s (sharpening) forbids that all outputs become alike.
+
+Only what is DINO's own stands here: settings, schedules, head, loss, teacher. Views, encoder, SER and
+training are those of ser.py. Values are the paper's (tau 0.5 for L_equiv) and, where it is silent,
+those of the released DINO + SER script, which trains two views without local crops.
+Axes: B images, N tokens, D width of the encoder, K outputs of the head.
 """
 from __future__ import annotations
 
@@ -21,7 +30,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,137 +39,211 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import ser
-from ser import INF, TINY, ViT, ranks_and_rank, setting, warmup_cosine
+from ser import INF, TINY, View, ViT, move_towards, setting, warmup_cosine
 
+# ==== 1. Settings, optimizer and schedules ========================================================
 @dataclasses.dataclass(frozen=True)
 class Settings(ser.Common):
     """What DINO + SER sets otherwise than MoCo-v3 + SER, and what it has beside."""
-    out: str = setting("runs/dino", 0, 0, "folder of last.pt, log.jsonl, views.png; a run there is resumed")
-    weight: float = setting(0.3, 0, INF, "lambda of the equivariance loss; 0: the control (release: 0.3)")
-    temperature: float = setting(0.5, TINY, INF, "tau of the equivariance loss (paper: 0.5 with DINO)")
+    out: str = setting("runs/dino", 0, 0, "folder of the run; a run that is there continues")
+    weight: float = setting(0.3, 0, INF, "lambda of L_equiv; 0: the control (release: 0.3)")
+    temperature: float = setting(0.5, TINY, INF, "tau of L_equiv (paper: 0.5 with DINO)")
     crop_min: float = setting(0.25, TINY, 1, "least area of a crop, share of the image (release: 0.25)")
-    base_lr: float = setting(1e-4, TINY, INF, "learning rate per 256 images, as in ser.py (release: 1e-4)")
+    base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
     final_lr: float = setting(1e-5, 0, INF, "learning rate at the end, not scaled (release: 1e-5)")
-    weight_decay: float = setting(0.04, 0, INF, "first weight decay, of matrices only (DINO: 0.04)")
-    final_weight_decay: float = setting(0.4, 0, INF, "last weight decay, after half a cosine (DINO: 0.4)")
-    clip: float = setting(0.3, 0, INF, "largest gradient norm of a parameter; 0: no limit (release: 0.3)")
-    drop_path: float = setting(0.1, 0, 0.99, "stochastic depth of the student's last block (DINO: 0.1)")
+    weight_decay: float = setting(0.04, 0, INF, "weight decay at the start (DINO: 0.04)")
+    final_weight_decay: float = setting(0.4, 0, INF, "weight decay at the end (DINO: 0.4)")
+    clip: float = setting(0.3, 0, INF, "greatest gradient norm of a parameter; 0: none (release: 0.3)")
+    drop_path: float = setting(0.1, 0, 0.99, "stochastic depth of the last block (DINO: 0.1)")
     hidden: int = setting(2048, 1, INF, "hidden width of the head (DINO: 2048)")
-    prototypes: int = setting(65536, 2, INF, "outputs of the head (DINO: 65536)")
-    student_temperature: float = setting(0.1, TINY, INF, "temperature of the student (DINO: 0.1)")
-    first_temperature: float = setting(0.04, TINY, INF, "first temperature of the teacher (release: 0.04)")
-    teacher_temperature: float = setting(0.07, TINY, INF, "temperature of the teacher (release: 0.07)")
-    temperature_epochs: float = setting(10.0, 0, INF, "epochs from the first to the last one (release: 10)")
-    momentum: float = setting(0.982, 0, 1, "first momentum of the teacher, rising to 1 (release: 0.982)")
-    center_momentum: float = setting(0.9, 0, 1, "momentum of the center (DINO: 0.9)")
-    freeze_epochs: float = setting(1.0, 0, INF, "epochs in which the last layer stays as it is (DINO: 1)")
+    outputs: int = setting(65536, 2, INF, "outputs K of the head (DINO: 65536)")
+    student_temp: float = setting(0.1, TINY, INF, "tau_s of the student (DINO: 0.1)")
+    first_teacher_temp: float = setting(0.04, TINY, INF, "tau_t at the start (release: 0.04)")
+    teacher_temp: float = setting(0.07, TINY, INF, "tau_t after its rise (release: 0.07)")
+    teacher_temp_epochs: float = setting(10.0, 0, INF, "epochs of the rise of tau_t (release: 10)")
+    momentum: float = setting(0.982, 0, 1, "first momentum of the teacher, rising to 1 (release)")
+    center_momentum: float = setting(0.9, 0, 1, "momentum m of the center (DINO: 0.9)")
+    freeze_epochs: float = setting(1.0, 0, INF, "epochs in which the head's last layer waits (DINO: 1)")
     drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(
-        hidden=512, prototypes=1024, base_lr=1e-3, temperature_epochs=2.0, freeze_epochs=0.25)
-    program: ClassVar[str] = "-m paper.dino"
+        hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0, freeze_epochs=0.25)
+    program: ClassVar[str] = "-m paper.methods.dino"
 
-    def optimizer(self, model: nn.Module, **how: Any) -> torch.optim.Optimizer:
-        """AdamW in three groups: matrices; biases and norms, without weight decay; the head's last layer."""
+    def optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        """AdamW in three groups, as `before_step` treats them differently: the matrices, the vectors
+        (biases and norms), and the last layer of the student's head."""
         groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "last": []}
         for name, p in model.named_parameters():
-            if p.requires_grad:
-                kind = "last" if "head.last" in name else "matrices" if p.dim() > 1 else "vectors"
-                groups[kind].append(p)
-        return torch.optim.AdamW([{"kind": kind, "params": found} for kind, found in groups.items()], **how)
+            if not p.requires_grad:
+                continue
+            if name.startswith("base.head.last"):
+                groups["last"].append(p)
+            elif p.dim() > 1:
+                groups["matrices"].append(p)
+            else:
+                groups["vectors"].append(p)
+        named = [{"kind": kind, "params": params} for kind, params in groups.items()]
+        return torch.optim.AdamW(named, self.lr, **options)
 
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
-        """The schedules, the gradients' limits, and the frozen last layer."""
+        """Set the learning rate and the weight decay of a fractional epoch, and limit the gradients.
+
+        The learning rate rises, then falls on half a cosine; the weight decay rises on half a cosine
+        and spares the vectors. Each parameter's gradient is limited by itself, as in DINO's code.
+        """
+        lr = warmup_cosine(epoch, self.warmup, self.epochs, self.lr, self.final_lr)
+        first = self.weight_decay
+        decay = warmup_cosine(epoch, 0, self.epochs, first, self.final_weight_decay)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(epoch, self.warmup_epochs, self.epochs, self.lr, self.final_lr)
-            group["weight_decay"] = 0.0 if group["kind"] == "vectors" else warmup_cosine(
-                epoch, 0, self.epochs, self.weight_decay, self.final_weight_decay)
+            group["lr"] = lr
+            group["weight_decay"] = 0.0 if group["kind"] == "vectors" else decay
+            waits = group["kind"] == "last" and epoch < self.freeze_epochs
             for p in group["params"]:
-                if group["kind"] == "last" and epoch < self.freeze_epochs:
-                    p.grad = None   # no step at all, weight decay included
-                elif self.clip:     # each parameter by itself, as DINO does
+                if waits:
+                    p.grad = None     # AdamW then leaves it alone, weight decay included
+                elif self.clip > 0:
                     nn.utils.clip_grad_norm_(p, self.clip)
 
+# ==== 2. The student's parts: stochastic depth and the head =======================================
+class StochasticBlock(ser.Block):
+    """A block that in training skips its attention, and likewise its MLP, for a share `drop` of the
+    images. What is kept is scaled by 1 / (1 - drop), so that the mean is that of the whole block."""
+
+    def __init__(self, block: ser.Block, dim: int, drop: float):
+        """Take over the weights of `block`, of width `dim`, under the same names."""
+        super().__init__(dim, block.heads)
+        self.load_state_dict(block.state_dict())
+        self.drop = drop
+
+    def forward(self, batches: list[Tensor]) -> list[Tensor]:
+        if not self.training:
+            return super().forward(batches)
+        x = ser.pack(batches)
+        x = x + self.kept(batches) * self.attention(x, batches)
+        x = x + self.kept(batches) * self.feed_forward(x)
+        return ser.unpack(x, batches)
+
+    def kept(self, batches: list[Tensor]) -> Tensor:
+        """Draw the factor of a branch, for packed tokens (sum of B_i * N_i, 1): alike for all tokens of
+        an image, 0 with probability `drop`, else 1 / (1 - drop)."""
+        factors = []
+        for tokens in batches:
+            images, length, _ = tokens.shape
+            stays = torch.rand(images, device=tokens.device) >= self.drop
+            factors.append(stays.repeat_interleave(length) / (1 - self.drop))
+        return torch.cat(factors)[:, None]
+
 class Head(nn.Module):
-    """(B, D) -> (B, P): three layers with GELU to 256, L2 normalisation, a weight-normalised linear layer."""
-    def __init__(self, dim: int, hidden: int, prototypes: int, bottleneck: int = 256):
+    """(B, D) -> (B, K): three layers with GELU, down to 256 features of length 1, then a linear layer
+    whose rows are also of length 1 at the start, so that the first outputs are cosines."""
+
+    def __init__(self, dim: int, hidden: int, outputs: int, bottleneck: int = 256):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(),
-                                 nn.Linear(hidden, bottleneck))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden), nn.GELU(),
+            nn.Linear(hidden, hidden), nn.GELU(),
+            nn.Linear(hidden, bottleneck))
         for layer in self.mlp[::2]:
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
-        self.last = weight_norm(nn.Linear(bottleneck, prototypes, bias=False))
-        # Choice: the norms begin at 1 and are trained, as in the release; DINO's own default keeps them at 1.
+        # A weight-normalised layer has the lengths of its rows (original0) and their directions apart.
+        # Choice: the lengths begin at 1 and are trained, as in the release; DINO keeps them at 1.
+        self.last = weight_norm(nn.Linear(bottleneck, outputs, bias=False))
         nn.init.ones_(self.last.parametrizations.weight.original0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.normalize(self.mlp(x), dim=-1))
+        x = self.mlp(x)
+        # Outputs near 1 have errors up to 0.004 in bf16, a tenth of tau_t: the last layer is in fp32.
+        with torch.autocast(x.device.type, enabled=False):
+            return self.last(F.normalize(x.float(), dim=-1))
 
-def dino_targets(teacher: Tensor, center: Tensor, temperature: float) -> Tensor:
-    """The teacher's distribution over prototypes, centered and sharpened: (B, P), (P,) -> (B, P)."""
-    return ((teacher - center) / temperature).softmax(-1)
+# ==== 3. The loss and the method ==================================================================
+def teacher_says(t: Tensor, center: Tensor, temperature: float) -> Tensor:
+    """P_t: outputs t (B, K) of the teacher, centered and sharpened, as distributions (B, K)."""
+    return ((t - center) / temperature).softmax(dim=-1)
 
-def dino_loss(student: Sequence[Tensor], targets: Sequence[Tensor], temperature: float) -> Tensor:
-    """Cross-entropy of the student on one view under the teacher's distribution on another, the mean over
-    images and over all pairs of different views. student: outputs, targets: distributions, (B, P) a view."""
-    guesses = [(s / temperature).log_softmax(-1) for s in student]
-    terms = [-(target * guess).sum(-1).mean() for k, target in enumerate(targets)
-             for q, guess in enumerate(guesses) if q != k]
-    return sum(terms) / len(terms)
+def cross_entropy(target: Tensor, s: Tensor, temperature: float) -> Tensor:
+    """H(P_t, P_s), the mean over images: target P_t (B, K), outputs s (B, K) of the student."""
+    log_student = (s / temperature).log_softmax(dim=-1)
+    return -(target * log_student).sum(dim=-1).mean()
 
 class DINO(nn.Module):
-    """DINO, as a base method of ser.SER: the teacher is the moving average of encoder and head."""
-    # Choice: the encoder is ser.py's, with fixed position codes, none for [CLS], Xavier weights; crops are
-    # bilinear. DINO has learned codes, truncated normal weights and bicubic crops. The student is evaluated,
-    # as in the release; DINO evaluates its teacher.
+    """DINO as a base method of SER (ser.py, section 5). Encoder and head are the student; their moving
+    averages are the teacher, which sees the same images and gets no gradient."""
+    # Choice: views and encoder are ser.py's: crops bilinear, [CLS] late and without position code,
+    # Xavier weights (DINO: bicubic, truncated normal). DINO evaluates its teacher; here, as in the
+    # release, the student is evaluated.
+
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__()
-        self.cfg, self.encoder = cfg, encoder
-        # Choice: trained, as in DINO; the frozen random patch embedding is MoCo-v3's.
+        self.cfg = cfg
+        # Choice: the patch embedding is trained, as in DINO; that of MoCo-v3 stays random.
         encoder.patch_embed.requires_grad_(True)
-        self.head = Head(encoder.dim, cfg.hidden, cfg.prototypes)
+        self.encoder = encoder
+        self.head = Head(encoder.dim, cfg.hidden, cfg.outputs)
         self.teacher = copy.deepcopy(encoder).requires_grad_(False)
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
-        for i, block in enumerate(encoder.blocks):   # of the student alone, growing with depth
-            block.drop_path = cfg.drop_path * i / max(encoder.depth - 1, 1)
-        self.register_buffer("center", torch.zeros(cfg.prototypes))
-        self.sharpness = cfg.first_temperature
+        # Stochastic depth is the student's alone, and grows from 0 at the first block to drop_path.
+        for i, block in enumerate(encoder.blocks):
+            drop = cfg.drop_path * i / max(encoder.depth - 1, 1)
+            encoder.blocks[i] = StochasticBlock(block, encoder.dim, drop)
+        self.register_buffer("center", torch.zeros(cfg.outputs))
+        self.teacher_temp = cfg.first_teacher_temp
         self.diagnostics: dict[str, Tensor | float] = {}
 
-    @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Move the teacher towards the student, momentum rising to 1 on half a cosine, and set its
-        temperature, which rises linearly, with every step (DINO's: with every epoch)."""
-        m = warmup_cosine(progress, 0, 1, self.cfg.momentum, 1.0)
-        move = torch.optim.swa_utils.get_ema_multi_avg_fn(m)
-        for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
-            move(list(slow.parameters()), list(fast.parameters()), None)
-        first, last = self.cfg.first_temperature, self.cfg.teacher_temperature
-        warm = min(progress * self.cfg.epochs / max(self.cfg.temperature_epochs, TINY), 1)
-        self.sharpness = first + (last - first) * warm
-        self.diagnostics |= {"momentum": m, "teacher_temperature": self.sharpness}
+        """Before the step at `progress` in [0, 1): move the teacher towards the student, with a
+        momentum that rises to 1 on half a cosine, and set tau_t, which rises on a line."""
+        momentum = warmup_cosine(progress, 0, 1, self.cfg.momentum, 1.0)
+        move_towards(self.teacher, self.encoder, momentum)
+        move_towards(self.teacher_head, self.head, momentum)
+        # Choice: tau_t rises with every step; in DINO with every epoch.
+        epoch = progress * self.cfg.epochs
+        risen = min(epoch / max(self.cfg.teacher_temp_epochs, TINY), 1.0)
+        first = self.cfg.first_teacher_temp
+        self.teacher_temp = first + risen * (self.cfg.teacher_temp - first)
+        self.diagnostics |= {"momentum": momentum, "teacher_temp": self.teacher_temp}
 
-    def forward(self, views: list[list[Tensor]], cls: list[Tensor]) -> Tensor:
-        """The mean of both directions; the center moves after it has been used."""
-        student = [self.head(c).float() for c in cls]
-        with torch.no_grad():
-            encoded = [torch.cat([e.cls for e in self.teacher(view)]) for view in views]
-            teacher = [self.teacher_head(c).float() for c in encoded]
-        with torch.autocast(cls[0].device.type, enabled=False):
-            targets = [dino_targets(t, self.center, self.sharpness) for t in teacher]
-            self.observe(torch.cat(teacher), torch.cat(targets))
-            return dino_loss(student, targets, self.cfg.student_temperature)
+    def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
+        """Algorithm 1: L_inv, a scalar, from the images of the two views, which the teacher encodes,
+        and the student's [CLS] (B, D) of each, which SER has encoded already."""
+        s1 = self.head(cls[0])
+        s2 = self.head(cls[1])
+        t1 = self.teach(views[0])
+        t2 = self.teach(views[1])
+        target1 = teacher_says(t1, self.center, self.teacher_temp)
+        target2 = teacher_says(t2, self.center, self.teacher_temp)
+        loss12 = cross_entropy(target1, s2, self.cfg.student_temp)
+        loss21 = cross_entropy(target2, s1, self.cfg.student_temp)
+        self.move_center(torch.cat([t1, t2]))     # after its use, as in Algorithm 1
+        self.diagnose(torch.cat([target1, target2]))
+        return (loss12 + loss21) / 2
 
     @torch.no_grad()
-    def observe(self, teacher: Tensor, targets: Tensor) -> None:
-        """Move the center towards the mean output of the teacher over views, images and ranks. The entropy of
-        its mean distribution shows a collapse: ln P if all prototypes are used alike, 0 if only one is."""
-        ranks, found = ranks_and_rank()[0], torch.stack([teacher.mean(0), targets.mean(0)])     # (2, P)
-        if ranks > 1:
-            dist.all_reduce(found)
-        mean, used = found / ranks
+    def teach(self, view: View) -> Tensor:
+        """g_t: the teacher's outputs (B, K) for b1 and b2 of a view."""
+        cls = torch.cat([part.cls for part in self.teacher(view.images)])
+        return self.teacher_head(cls)
+
+    @torch.no_grad()
+    def move_center(self, t: Tensor) -> None:
+        """Eq. 4, with the mean over the images of all ranks: t (2B, K), outputs of the teacher."""
+        mean = mean_over_ranks(t.mean(dim=0))
         self.center.lerp_(mean, 1 - self.cfg.center_momentum)
-        self.diagnostics |= {"inv_chance": math.log(self.cfg.prototypes),
-                             "teacher_entropy": torch.special.entr(used).sum()}
+
+    @torch.no_grad()
+    def diagnose(self, targets: Tensor) -> None:
+        """Measure collapse, for the log: the entropy of the teacher's mean distribution is ln K if it
+        uses all outputs alike, and 0 if only one is left. targets: (2B, K)."""
+        used = mean_over_ranks(targets.mean(dim=0))
+        self.diagnostics["teacher_entropy"] = torch.special.entr(used).sum()
+        self.diagnostics["inv_chance"] = math.log(self.cfg.outputs)
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """The mean of x over all ranks, without gradient; x itself in a single process."""
+    ranks, _ = ser.ranks_and_rank()
+    if ranks > 1:
+        dist.all_reduce(x)
+    return x / ranks
 
 build = functools.partial(ser.build, method=DINO)
 

@@ -1,80 +1,104 @@
 """MoCo-v3 + SER with 2 + 4 views: the "2+4 view" row of the paper's Table 1 (linear top-1 71.56).
 
-    python -m paper.multicrop                                         a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.multicrop --data /imagenet   MoCo-v3 + SER, 2 x 224 and 4 x 96 pixels
-    torchrun --nproc_per_node=8 -m paper.multicrop --data /imagenet --ratio 0 --cls-layer 0 --out runs/multi
-    torchrun --nproc_per_node=8 -m paper.multicrop --data /imagenet --weight 0 --out runs/multi-control
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/multicrop/last.pt
+    python -m paper.methods.multicrop                         a small ViT on drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet     2 x 224, 4 x 96 pixels
+    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet --ratio 0 \
+        --cls-layer 0 --out runs/multicrop-plain                            MoCo-v3 with 2 + 4 views
+    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet --weight 0 \
+        --out runs/multicrop-control                                        + SER with lambda = 0
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet \
+        --checkpoint runs/multicrop/last.pt
 
-Two global views, as without local ones, and four small views of small crops (paper A.1):
+Two global views, as MoCo-v3's own, and four local ones, small pictures of small crops (paper A.1):
 
     queries   all six views through the online encoder, in one packed pass, whatever their sizes
     keys      the two global views through the momentum encoder: no loss among local views
     L_inv     InfoNCE of every (query view, key view) of different views: 2 + 4 x 2 = 10 terms
-    L_equiv   within the global pair and the two local pairs of b2: tokens of a pair are compared with each
-              other, and with the tokens of other images in that pair
+    L_equiv   on b2, within the global pair and the two local pairs: tokens of a pair are compared
+              with each other, and with the tokens of other images in that pair
 
-A view of b2 is the whole image at the size of the view, with a g of its own; a local one has a grid of about
-6 x 6 tokens. The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of two views, and the
-momentum encoder no more than before: what that costs on a clock, packed or with a pass for each resolution,
-`python -m paper.overhead --rows packed` measures.
+A view of b2 is the whole image at the size of the view, with a g of its own; a local one has a grid
+of about 6 x 6 tokens. The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of
+two views, and the momentum encoder no more than before: what that costs on a clock, packed or with a
+pass for each resolution, `python -m paper.experiments.overhead --rows packed` measures.
 
 What is MoCo-v3's and SER's stands in ser.py; here are the views and who is compared with whom.
+Axes: B images, D width of the encoder, K projection.
 """
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 import ser
-from ser import INF, TINY, MoCoV3, View, ViT, setting
+from ser import INF, TINY, MoCoV3, Policy, View, ViT, info_nce, setting
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ser.Config):
     """The settings of MoCo-v3 + SER, and those of the local views."""
-    out: str = setting("runs/multicrop", 0, 0, "folder of last.pt, log.jsonl, views.png; a run is resumed")
+    out: str = setting("runs/multicrop", 0, 0, "folder of the run; a run that is there continues")
     local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, which makes 2 + 4 views)")
-    local_size: int = setting(96, 2, INF, "side of a local view, pixels, a multiple of the patch (paper: 96)")
-    # Choice: crops of 5% to 25% and blur with probability 0.5 are DINO's, as in the release; which leaves
-    # grayscale out of the local views, where the paper keeps all photometric operations (3.2).
-    local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05 of the image)")
-    local_crop_max: float = setting(0.25, TINY, 1, "largest area of a local crop (DINO: 0.25 of it)")
+    local_size: int = setting(96, 2, INF, "side of a local view, pixels (paper: 96)")
+    # Choice: crops of 5% to 25% and blur with probability 0.5 are DINO's, as in the release; which
+    # leaves grayscale out of the local views, where the paper keeps all photometric operations (3.2).
+    local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05)")
+    local_crop_max: float = setting(0.25, TINY, 1, "largest area of a local crop (DINO: 0.25)")
     drawn: ClassVar[dict[str, Any]] = ser.Config.drawn | dict(
         local_size=16, local_crop_min=0.1, local_crop_max=0.4, epochs=4.0, warmup_epochs=0.5)
-    program: ClassVar[str] = "-m paper.multicrop"
+    program: ClassVar[str] = "-m paper.methods.multicrop"
 
     @property
-    def views(self) -> tuple[View, ...]:
-        """The two views of MoCo-v3, then the local ones; L_equiv is taken between neighbours."""
-        local = View(self.local_size, (self.local_crop_min, self.local_crop_max), 0.5, 0.0)
-        return *super().views, *[local] * (2 * self.local_pairs)
-
-def query_key_pairs(views: int, keys: int = 2) -> list[tuple[int, int]]:
-    """The (query view, key view) between which L_inv is taken: all but a view with itself."""
-    return [(query, key) for query in range(views) for key in range(keys) if query != key]
+    def policies(self) -> tuple[Policy, ...]:
+        """T of MoCo-v3's two views, then of the local ones."""
+        area = (self.local_crop_min, self.local_crop_max)
+        local = Policy(self.local_size, area, blur=0.5, solarize=0.0)
+        return *super().policies, *[local] * (2 * self.local_pairs)
 
 class MultiCrop(MoCoV3):
-    """MoCo-v3 whose queries come from all views and whose keys come from the global ones. What MoCoV3.forward
-    does with `pairs`, for V views:
+    """MoCo-v3 whose queries come from all views and whose keys come from the two global ones."""
 
-        q_v = predictor(projector(online encoder(view v)))                 v = 0 .. V - 1, with gradient
-        k_v = momentum projector(momentum encoder(view v))                 v = 0, 1, without
-        L_inv = sum over pairs (v, u) of 2T * cross-entropy(q_v . k_u of all images / T, the own image)
-    """
-    # Choice: the terms are added, as in the release, not averaged: with two views it is MoCo-v3 itself, with
-    # 2 + 4 there are ten terms in place of two, beside three terms of L_equiv in place of one.
-    def __init__(self, encoder: ViT, cfg: Settings):
-        super().__init__(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
-        self.pairs = query_key_pairs(len(cfg.views))[::-1]   # inv_top1 is of the last pair: (0, 1)
+    def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
+        """L_inv, a scalar: the sum of InfoNCE over all (query view, key view) of different views.
+
+        views: the global two first; their images make the keys. cls: [CLS] (B, D) of every view, by
+        the online encoder.
+        """
+        # Choice: the terms are added, not averaged, as in the release. With two views that is
+        # MoCo-v3; with 2 + 4, ten terms stand beside three of L_equiv, in place of two beside one.
+        keys = [self.key(view) for view in views[:2]]                             # (B, K) each
+        loss = 0.0
+        chance = 0.0
+        for i, c in enumerate(cls):
+            query = self.predictor(self.projector(c))                             # (B, K)
+            for j, key in enumerate(keys):
+                if i == j:
+                    continue
+                term, top1 = info_nce(query, key, self.temperature)
+                loss = loss + term
+                chance += 2 * self.temperature * math.log(len(c) * ser.ranks_and_rank()[0])
+                if i == 0:     # of the global pair, to compare with a run of two views
+                    self.diagnostics["inv_top1"] = top1
+        self.diagnostics["inv_chance"] = chance
+        return loss
+
+def method(encoder: ViT, cfg: Settings) -> MultiCrop:
+    """The base method of a run, for ser.build."""
+    return MultiCrop(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
 
 def build(cfg: Settings) -> ser.SER:
-    """The model of a run. Raises UserError for local views that do not fit the patches or have no area."""
-    ser.require(cfg.local_size % cfg.patch_size == 0,
-                f"--local-size {cfg.local_size} is no multiple of --patch-size {cfg.patch_size}: try "
-                f"{-(-cfg.local_size // cfg.patch_size) * cfg.patch_size}")
-    ser.require(cfg.local_crop_min <= cfg.local_crop_max,
-                f"--local-crop-min {cfg.local_crop_min} is larger than --local-crop-max {cfg.local_crop_max}")
-    return ser.build(cfg, MultiCrop)
+    """The model of a run: SER with L_equiv within each pair of neighbouring views. Raises UserError
+    for local views that do not fit the patches or that have no area."""
+    fit = math.ceil(cfg.local_size / cfg.patch_size) * cfg.patch_size
+    ser.require(cfg.local_size == fit, f"--local-size {cfg.local_size} is no multiple of "
+                f"--patch-size {cfg.patch_size}: try {fit}")
+    ser.require(cfg.local_crop_min <= cfg.local_crop_max, f"--local-crop-min {cfg.local_crop_min} "
+                f"is larger than --local-crop-max {cfg.local_crop_max}")
+    model = ser.build(cfg, method)
+    model.pairs = [(first, first + 1) for first in range(0, len(cfg.policies), 2)]
+    return model
 
 if __name__ == "__main__":
     ser.leave(ser.main(None, Settings, build))
