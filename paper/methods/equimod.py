@@ -1,0 +1,131 @@
+"""MoCo-v3 + EquiMod (Devillers & Lefort 2023): predict an augmented view from the plain image.
+
+    Table 1      M     IN-1k          Sketch         V2             R              3DIE
+    MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
+    + EquiMod    43.3  68.95 / 88.87  14.81 / 28.11  56.31 / 79.93  16.54 / 27.32  67.97 / 91.97
+    Layer decoupling: IN-1k top-1 68.95 at layer 12, 69.51 at layer 3 (`--layer 3`).
+
+    y_0, y_1, y_2 = project(f of the plain image, of view 1, of view 2)
+    p_v = action(18 parameters of view v's augmentation)
+    yhat_v = predict([y_0 | p_v])                                           v = 1, 2
+    L_eq = (InfoNCE([y_1; y_2] -> [yhat_1; yhat_2]) + InfoNCE(back)) / 2
+    loss = L_inv + L_eq
+
+    python -m paper.methods.equimod                           drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet
+    torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet --layer 3 --out runs/mod-3
+    python eval_linear.py --checkpoint runs/equimod/last.pt --data /imagenet
+
+`eqgain` in the log is the mean of cos(y, yhat) - cos(y, y_0): above 0 the action is used.
+Its own paper has SimCLR and BYOL with a ResNet-50, a projector 2048 wide, and an L_eq whose negatives
+are y and yhat alike; here they are on the other side only, as in the release. L_inv is a sum of two
+directions and L_eq a mean, as there; with SimCLR both are means, and L_eq weighs twice as much.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ser
+from paper.methods import addon
+from ser import INF, TINY, Jitter, Policy, View, mlp, ranks_and_rank, setting
+
+@dataclasses.dataclass(frozen=True)
+class Extra(addon.Extra):
+    """Base method + EquiMod."""
+    out: str = setting("runs/equimod", 0, 0, "folder of the run; a run that is there continues")
+    weight: float = setting(1.0, 0, INF, "of L_eq (EquiMod, release: 1)")
+    temperature: float = setting(0.2, TINY, INF, "of L_eq's InfoNCE (EquiMod, release: 0.2)")
+    program: ClassVar[str] = "-m paper.methods.equimod"
+    unused: ClassVar[tuple[str, ...]] = ("ratio", "equiv_layers", "group")
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """T of views 1 and 2, then the plain image: its center, neither flipped nor jittered."""
+        plain = Policy(self.image_size, area=None, blur=0.0, solarize=0.0)
+        return *super().policies, plain
+
+# Mean and standard deviation of every parameter under MoCo-v3's T, both views together.
+# Choice: the true ones. Those of the official code, and so of the release, have the deviations of a
+# jitter twice as strong, and for blur and solarization what no policy gives. A linear layer and
+# BatchNorm follow, so this changes only what each parameter weighs at the beginning.
+# Choice: the box is in shares of the image. Theirs is in pixels of the file, and so mixes in its size.
+# Its constants are measured on images of 500 x 375 pixels; all others are in closed form.
+PARAMETERS = {
+    "top": (0.140, 0.136),
+    "left": (0.218, 0.161),
+    "height": (0.720, 0.187),
+    "width": (0.563, 0.173),
+    "flip": (0.5, 0.5),
+    "jittered": (0.8, 0.4),
+    "first": (1.2, math.sqrt(1.36)),       # operation, by number: 0 to 3 if jittered, else 0
+    "second": (1.4, math.sqrt(1.04)),      # ... else 1
+    "third": (1.6, math.sqrt(1.04)),
+    "fourth": (1.8, math.sqrt(1.36)),
+    "brightness": (1.0, 0.4 * math.sqrt(0.8 / 3)),
+    "contrast": (1.0, 0.4 * math.sqrt(0.8 / 3)),
+    "saturation": (1.0, 0.2 * math.sqrt(0.8 / 3)),
+    "hue": (0.0, 0.1 * math.sqrt(0.8 / 3)),
+    "gray": (0.2, 0.4),
+    "blurred": (0.55, math.sqrt(0.55 * 0.45)),
+    "sigma": (0.5775, 0.6621),
+    "solarized": (0.1, 0.3),
+}
+
+def parameters(view: View) -> Tensor:
+    """What T did to the images of a view, standardised, (B, 18) in the order of PARAMETERS."""
+    crop = view.crop
+    jitter = view.jitter
+    jittered = torch.zeros_like(jitter.gray)
+    for name in ("brightness", "contrast", "saturation", "hue"):
+        jittered |= getattr(jitter, name) != getattr(Jitter(), name)
+    columns = [crop.top, crop.left, crop.height, crop.width, crop.flip]
+    columns += [jittered, *jitter.order.unbind(1)]
+    columns += [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue, jitter.gray]
+    columns += [jitter.blur > 0, jitter.blur, jitter.solarize]
+    p = torch.stack([column.float() for column in columns], dim=1)
+    mean, std = torch.tensor(list(PARAMETERS.values())).unbind(1)
+    return (p - mean) / std
+
+class EquiMod(addon.AddOn):
+    """A base method with a network that acts on the embedding of the plain image."""
+
+    def __init__(self, base: nn.Module, cfg: Any):
+        dim = base.encoder.dim
+        project = mlp(dim, dim, dim, 128)
+        action = nn.Sequential(nn.Linear(18, 128, bias=False), nn.BatchNorm1d(128))
+        # Paper (EquiMod): linear by design, so that the action does the work, not a deep predictor.
+        predict = mlp(256, 128)
+        super().__init__(base, cfg, dict(project=project, action=action, predict=predict))
+        self.temperature = cfg.temperature
+
+    def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
+        """InfoNCE between the views' embeddings and their predictions, the mean of the two ways."""
+        # Choice: BatchNorm sees one view at a time, as in the release; officially all three at once.
+        y1, y2, y0 = (self.heads["project"](f) for f in features)
+        y = torch.cat([y1, y2])                                                         # (2B, 128)
+        plain = torch.cat([y0, y0])
+        made = torch.cat([parameters(view) for view in views[:2]])                      # (2B, 18)
+        p = self.heads["action"](made.to(y.device))                                     # (2B, 128)
+        predicted = self.heads["predict"](torch.cat([plain, p], dim=1))                 # (2B, 128)
+        loss, top1 = addon.both_ways(y, predicted, self.temperature)
+        with torch.no_grad():
+            gain = F.cosine_similarity(y, predicted) - F.cosine_similarity(y, plain)
+        rows = len(y) * ranks_and_rank()[0]
+        return loss / 2, {"equiv_chance": 2 * self.temperature * math.log(rows),
+                          "equiv_top1": top1, "equiv_top1_chance": 1 / rows,
+                          "eqgain": gain.mean(), "eqgain_chance": 0.0}
+
+def build(cfg: Any) -> EquiMod:
+    """The model of a run. Raises UserError."""
+    return EquiMod(addon.base_method(cfg), cfg)
+
+Settings = addon.on("moco", Extra)
+
+if __name__ == "__main__":
+    ser.leave(addon.main(Extra, build))
