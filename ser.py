@@ -11,7 +11,6 @@ intermediate layer, where the patch tokens still form a map of the image:
     L_equiv        patch-wise NT-Xent on b2 between rho_g(f1(x1)) and f1(x2), where
                    x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
     loss           L_inv + lambda * L_equiv
-rho_g is known, not learned: quarter turns and flips permute tokens, scaling resizes the map.
 
     python ser.py                                          a small ViT on drawn images, 2 CPU cores
     python ser.py --data /imagenet --batch-size 256        one GPU, or a CPU, or a Mac
@@ -57,13 +56,13 @@ from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale, t
 from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is one function,
-# for an image and for the token map of that image, so that "the map moves as the image moved" is
-# taken literally. (torch.Tensor is spelled out where a function is meant to be copied.)
+# G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for an
+# image and for its token map: flips and turns permute pixels or tokens, scaling resizes. Nothing of
+# it is learned. (torch.Tensor is spelled out where a function is meant to be copied.)
 
 class Geometry(NamedTuple):
-    """An element of G for every image of a batch: a flip, then turns, then a resize to a grid that
-    all images share. flip and turns stay on the CPU, where reading them does not wait for a GPU."""
+    """An element of G for each image: a flip, then turns, then a resize to a grid that all share.
+    flip and turns stay on the CPU, where reading them does not wait for a GPU."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of the result in tokens, rows first
@@ -113,8 +112,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell) with (H, W) = g.grid.
-    cell=1 moves token maps, cell=patch_size moves pixels. Flips and turns are permutations, exact
-    bit for bit; only a change of size resamples."""
+    cell=1 moves token maps, cell=patch_size pixels. Flips and turns are exact permutations."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
     for flip in (False, True):     # the eight combinations, each for the images that drew it
@@ -214,8 +212,8 @@ def sample_jitter(policy: Policy) -> Jitter:
         jitter = Jitter(random.uniform(0.6, 1.4), random.uniform(0.6, 1.4), random.uniform(0.8, 1.2),
                         random.uniform(-0.1, 0.1), order=torch.randperm(4))
     sigma = random.uniform(0.1, 2.0) if random.random() < policy.blur else 0.0
-    return jitter._replace(gray=random.random() < 0.2, blur=sigma,
-                           solarize=random.random() < policy.solarize)
+    solarize = random.random() < policy.solarize
+    return jitter._replace(gray=random.random() < 0.2, blur=sigma, solarize=solarize)
 
 def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
     """(3, h, w) -> (3, size, size): the crop, resized, then flipped."""
@@ -230,7 +228,6 @@ def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
 class Dataset(torch.utils.data.Dataset):
     """Key -> ([(pixels (3, S, S) uint8, Crop, Jitter) of each view], name of a broken file or "").
     source: paths, or the images (n, 3, h, w) uint8 themselves."""
-
     def __init__(self, source: Sequence[str] | Tensor, policies: Sequence[Policy], seed: int):
         self.source = source
         self.policies = policies
@@ -274,10 +271,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) in pixels, with reflected borders and a radius of three
-    times the largest sigma, or what a small image allows."""
+    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) in pixels, at most three of them far, borders mirrored."""
     n, _, h, w = x.shape
-    radius = min(6, h - 1, w - 1)
+    radius = min(6, h - 1, w - 1)     # 6: three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)
     kernel = kernel.repeat_interleave(3, dim=0)                                 # one for each channel
@@ -292,8 +288,7 @@ OPERATIONS = {     # images (n, 3, h, w) in [0, 1], parameters (n, 1, 1, 1); els
     "hue": shift_hue,
     "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
     "blur": gaussian_blur,
-    "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x),
-}
+    "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x)}
 
 def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     """Images (B, 3, h, w) in [0, 1] -> jittered, each by its own row of `jitter`, and normalised."""
@@ -326,26 +321,26 @@ def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) 
 
 def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int, rank: int = 0,
                ranks: int = 1) -> Batch:
-    """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: of each
-    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU.
-    g1 and g2 are independent. Each rank draws the geometry of the whole b2 and keeps its own rows:
-    all agree on the grid and none repeats another's draws."""
+    """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: for each
+    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU."""
     n_b2 = cfg.b2_images(ranks)
+    own = slice(rank * n_b2, (rank + 1) * n_b2)
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
-        x = pixels.float() / 255
-        n_b1 = len(x) - n_b2
+        n_b1 = len(pixels) - n_b2
+        b1, b2 = (pixels.float() / 255).split([n_b1, n_b2])
         images = []
         geometry = None
         if n_b1 > 0:
-            images.append(photometric(x[:n_b1], Jitter(*(field[:n_b1] for field in jitter))))
+            images.append(photometric(b1, Jitter(*(rows[:n_b1] for rows in jitter))))
         if n_b2 > 0:
-            drawn = sample_geometry(ranks * n_b2, x.shape[-1] // cfg.patch_size, elements=cfg.group,
-                                    generator=rng(cfg.seed, "geometry", step, v))
-            own = slice(rank * n_b2, (rank + 1) * n_b2)
+            # Every rank draws for the whole b2 of this step and view, and keeps its own rows: so all
+            # share the grid, and none repeats the draws of another.
+            drawn = sample_geometry(ranks * n_b2, pixels.shape[-1] // cfg.patch_size,
+                                    elements=cfg.group, generator=rng(cfg.seed, "geometry", step, v))
             geometry = Geometry(drawn.flip[own], drawn.turns[own], drawn.grid)
-            moved = rho(geometry, x[n_b1:], cfg.patch_size)
-            images.append(photometric(moved, Jitter(*(field[n_b1:] for field in jitter))))
+            b2 = rho(geometry, b2, cfg.patch_size)
+            images.append(photometric(b2, Jitter(*(rows[n_b1:] for rows in jitter))))
         views.append(View(images, crop, jitter, geometry))
     return Batch(views)
 
@@ -359,14 +354,13 @@ def pack(batches: Sequence[Tensor]) -> Tensor:
     return torch.cat([tokens.flatten(0, 1) for tokens in batches])
 
 def unpack(x: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack` for tokens of any width: (sum of B_i * N_i, C) -> (B_i, N_i, C) for each batch."""
-    parts = x.split([tokens.shape[0] * tokens.shape[1] for tokens in batches])
+    """Undo `pack`, for tokens of any width: (sum of B_i * N_i, C) -> (B_i, N_i, C) for each batch."""
+    parts = x.split([len(tokens) * tokens.shape[1] for tokens in batches])
     return [part.view(*tokens.shape[:2], -1) for part, tokens in zip(parts, batches)]
 
 class Block(nn.Module):
     """A pre-norm transformer block with timm's parameter names, for a list of batches (B_i, N_i, D):
     attention looks at each batch, all else at all tokens in one piece."""
-
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -393,8 +387,7 @@ class Block(nn.Module):
         return self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x))))
 
 def sincos_codes(grid: int, dim: int) -> Tensor:
-    """MoCo-v3's fixed position codes, (1, dim, grid, grid): sin and cos of the row, then of the
-    column, at dim / 4 frequencies each."""
+    """MoCo-v3's fixed codes, (1, dim, grid, grid): sin and cos of the row, then of the column."""
     omega = 10000 ** -(torch.arange(dim // 4) / (dim // 4))
     angles = omega[:, None] * torch.arange(grid)                                  # (dim / 4, grid)
     codes = torch.cat([angles.sin(), angles.cos()])                               # (dim / 2, grid)
@@ -410,15 +403,12 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
-    cls_layer 0 it is timm's ViT, from the same weights. position: "learned" or "sincos" codes.
-    Raises ValueError for sizes that do not fit together."""
-
+    cls_layer 0 it is timm's ViT, from the same weights. Raises ValueError for sizes that do not fit."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3, position: str = "learned"):
         super().__init__()
-        fit = math.ceil(image_size / patch_size) * patch_size
-        require(fit == image_size,
-                f"--image-size {image_size} is no multiple of --patch-size {patch_size}: try {fit}")
+        require(image_size % patch_size == 0, f"--image-size {image_size} is no multiple of "
+                f"--patch-size {patch_size}: try {math.ceil(image_size / patch_size) * patch_size}")
         require(dim % heads == dim % 4 == 0, f"--dim {dim}: no multiple of 4 and of --heads {heads}")
         require(0 <= cls_layer < depth, f"--cls-layer {cls_layer}: must lie in 0..{depth - 1}")
         require(position in ("learned", "sincos"), f"--position {position}: learned or sincos")
@@ -457,14 +447,14 @@ class ViT(nn.Module):
         return tokens.flatten(2).mT
 
     def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
-        """Encode batches (B_i, 3, h_i, w_i) of any sizes in one pass, with the token maps, and the
-        early [CLS], after the blocks `map_layers`."""
+        """Encode batches (B_i, 3, h_i, w_i) of any sizes in one pass; with the token maps and early
+        [CLS] after the blocks `map_layers`, 0 being in front of the first."""
         if isinstance(images, Tensor):
             raise TypeError("the encoder takes a list of image batches: encoder([x])")
         maps: list[dict[int, Tensor]] = [{} for _ in images]
         early: list[dict[int, Tensor]] = [{} for _ in images]
         tokens = [self.embed(x) for x in images]
-        for layer in range(self.depth + 1):     # "after block 0" is in front of the first
+        for layer in range(self.depth + 1):
             if layer > 0:
                 tokens = self.blocks[layer - 1](tokens)
             if layer in map_layers:
@@ -479,13 +469,12 @@ class ViT(nn.Module):
         return [Encoded(self.norm(t[:, 0]), *found) for t, *found in zip(tokens, maps, early)]
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
-        """(B, n * D), the linear probe's input (paper 4.1): LayerNorm of [CLS] after the last n
-        blocks, early ones first. Raises ValueError if one of them has none."""
+        """(B, n * D), the input of the linear probe (paper 4.1): LayerNorm of [CLS] after each of the
+        last n blocks. Raises ValueError if one of them has none."""
         require(1 <= n <= self.depth - self.cls_layer,
                 f"last_cls: n = {n}, but [CLS] enters after block {self.cls_layer} of {self.depth}")
-        layers = range(self.depth - n + 1, self.depth + 1)
-        early = self([x], layers)[0].early
-        return torch.cat([self.norm(early[layer]) for layer in layers], dim=1)
+        early = self([x], range(self.depth - n + 1, self.depth + 1))[0].early
+        return torch.cat([self.norm(cls) for cls in early.values()], dim=1)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place, its
@@ -496,7 +485,6 @@ class AllGather(torch.autograd.Function):
     """(B, ...) of every rank -> (R * B, ...), in the order of ranks, with the gradient: a rank's rows
     enter every rank's loss, so their gradient is the sum over ranks, and with the mean that DDP then
     takes R ranks equal one process. Raises ValueError, on all ranks, where shapes differ."""
-
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         shapes = [None] * torch.distributed.get_world_size()
@@ -517,17 +505,15 @@ class AllGather(torch.autograd.Function):
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
                  chunk: int | None = None) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
-
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
-
-    where s is the cosine divided by the temperature. z: (B, N, K), projected tokens of rho_g(f1(x1));
-    z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar. With several
-    ranks, anchors are local and keys come from all ranks; the mean over ranks is the loss of the whole
-    batch. chunk: anchors whose logits are held at a time (None: 32 MB); blocks are computed again in
-    the backward pass, so that memory does not grow with B * N, at equal value and gradient. Raises
-    ValueError for unequal shapes, a temperature or chunk that is not positive, or a single image.
-    """
+    where s is the cosine divided by the temperature.
+    z: (B, N, K), projected tokens of rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats,
+    computed in fp32. Returns a scalar. With several ranks, anchors are local and keys come from all
+    ranks; the mean over ranks is the loss of the whole batch. chunk: anchors whose logits are held at
+    a time (None: 32 MB); they are computed again in the backward pass, so that memory does not grow
+    with B * N, at equal value and gradient. Raises ValueError for unequal shapes, a temperature or
+    chunk that is not positive, or a single image."""
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"patch_ntxent: shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be "
@@ -548,8 +534,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         positive = (anchors * z_prime.flatten(0, 1)).sum(1)      # (B * N,), s(z_ij, z'_ij)
         image = first + torch.arange(B, device=z.device).repeat_interleave(N)     # (B * N,), i
 
-        def total(anchors, positive, image, keys):
-            """The sum of the losses of some anchors."""
+        def total(anchors, positive, image, keys):     # of the losses of some anchors
             logits = (anchors @ keys.T).view(-1, images, 2 * N)
             # own[a, m]: key image m is anchor a's own image i,         m = 0 1 2
             # whose 2N tokens are no negatives.                    i = 0    T . .
@@ -572,13 +557,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 #     base(views, cls)     L_inv; views: list[View], cls: the final embeddings (B, D) of each view
 #     base.update(p)       called before every step, at progress p in [0, 1): moves teachers
 #     base.diagnostics     name -> scalar, what the last forward pass measured, for the log
-# DINO and Barlow Twins are in paper/methods.
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's head: no biases, BatchNorm and ReLU between layers, BatchNorm without affine last."""
@@ -611,7 +593,6 @@ def move_towards(slow: nn.Module, fast: nn.Module, momentum: float) -> None:
 class MoCoV3(nn.Module):
     """MoCo-v3 (Chen et al. 2021): the query of one view of an image finds, among those of the batch,
     the key of its other view, made by a momentum copy of the network."""
-
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -727,17 +708,15 @@ def require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
 
-TINY = 1e-9
-INF = math.inf
-
 def setting(default: Any, least: float, most: float, text: str) -> Any:
     """A field of Config with its range and its help."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
 
-# The method at a size for drawn images and two CPU cores.
+TINY = 1e-9
+INF = math.inf
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
              ratio=0.125, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0, base_lr=3e-3,
-             workers=0)
+             workers=0)     # the method at a size for drawn images and two CPU cores
 
 @dataclasses.dataclass(frozen=True)
 class Common:
@@ -825,8 +804,7 @@ def check_ranges(cfg: Any) -> None:
     """Raise UserError for a number outside the range of its setting."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        least = field.metadata["least"]
-        most = field.metadata["most"]
+        least, most = field.metadata["least"], field.metadata["most"]
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or (least <= number <= most and number < INF),
                     f"--{field.name.replace('_', '-')} {number}: must lie in {least:g}..{most:g}")
@@ -835,12 +813,10 @@ def check(cfg: Common, ranks: int) -> None:
     """Raise UserError for settings out of range, or a batch that ranks, b1 and b2 cannot share."""
     check_ranges(cfg)
     fit = max(2, math.ceil(cfg.batch_size / ranks)) * ranks
-    require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size}: each of {ranks} ranks takes as "
-            f"many, two or more: try {fit}")
-    b2 = cfg.b2_images(ranks) * ranks
+    require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size} on {ranks} ranks: try {fit}")
     least = max(2, ranks) / cfg.batch_size
-    require(cfg.ratio == 0 or b2 >= 2, f"--ratio {cfg.ratio} of --batch-size {cfg.batch_size} is {b2} "
-            f"images on {ranks} ranks, too few for L_equiv: try --ratio {least:.3g}, or --ratio 0")
+    require(cfg.ratio == 0 or cfg.b2_images(ranks) * ranks >= 2, f"--ratio {cfg.ratio} of --batch-size "
+            f"{cfg.batch_size} on {ranks} ranks leaves L_equiv no two images: try --ratio {least:.3g}")
 
 # ==== 8. Data: image files, drawn images, and the order of a run ==================================
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
@@ -852,12 +828,12 @@ def list_images(folder: str) -> list[str]:
     def fail(error: OSError) -> None:
         raise UserError(f"--data {folder}: cannot read {error.filename}: {error.strerror}")
 
-    root = os.path.join(folder, "train") if os.path.isdir(os.path.join(folder, "train")) else folder
+    train = os.path.join(folder, "train")
     visited: set[str] = set()
     paths = []
-    for where, folders, names in os.walk(root, onerror=fail, followlinks=True):
+    for where, folders, names in os.walk(train if os.path.isdir(train) else folder, True, fail, True):
         if os.path.realpath(where) in visited:
-            folders.clear()     # os.walk goes no deeper
+            folders.clear()     # os.walk goes no deeper here
             continue
         visited.add(os.path.realpath(where))
         paths += [os.path.join(where, n) for n in names if n.lower().endswith(EXTENSIONS)]
@@ -882,18 +858,18 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     They are gray, so that colour is no shortcut, and lit from above, so that a turn shows."""
     g = rng("drawn", n, size, seed)
     shift_x, shift_y, angle, frequency, contrast = torch.rand(5, n, 1, 1, generator=g)
+    angle = 2 * math.pi * angle
     axis = torch.linspace(-1, 1, size)
     x = axis + shift_x - 0.5
     y = axis[:, None] + shift_y - 0.5
-    angle = 2 * math.pi * angle
     u = (7 + 7 * frequency) * (x * angle.cos() + y * angle.sin())
     v = (7 + 7 * frequency) * (y * angle.cos() - x * angle.sin())
-    textures = {"stripes": u.sin(), "checks": 3 * u.sin() * v.sin(), "dots": u.cos() + v.cos() - 1,
-                "rings": (1.5 * u.hypot(v)).sin(), "waves": (u + 1.5 * v.sin()).sin(),
-                "nets": 4 * torch.maximum(u.cos(), v.cos()) - 3}
-    labels = torch.arange(n) % len(textures)
-    ink = torch.stack(list(textures.values()))[labels, torch.arange(n)]           # (n, size, size)
-    light = 0.2 * (1 - axis[:, None]) + (0.2 + 0.4 * contrast) * (3 * ink).sigmoid()
+    stripes, checks, dots = u.sin(), 3 * u.sin() * v.sin(), u.cos() + v.cos() - 1
+    rings, waves = (1.5 * u.hypot(v)).sin(), (u + 1.5 * v.sin()).sin()
+    nets = 4 * torch.maximum(u.cos(), v.cos()) - 3
+    labels = torch.arange(n) % 6
+    ink = torch.stack([stripes, checks, dots, rings, waves, nets])[labels, torch.arange(n)]
+    light = 0.2 * (1 - axis[:, None]) + (0.2 + 0.4 * contrast) * (3 * ink).sigmoid()     # (n, size, size)
     images = light[:, None] + 0.04 * torch.randn(n, 3, size, size, generator=g)
     return (images.clamp(0, 1) * 255).to(torch.uint8), labels
 
@@ -915,16 +891,15 @@ def setup() -> tuple[torch.device, int, int]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif sys.platform == "linux":     # let glibc keep freed memory, which makes a step 5% faster
+        for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, value)
     if "RANK" in os.environ and not dist.is_initialized():
         # gloo beside NCCL: what CPUs know is exchanged without waiting for the GPUs.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks, rank = ranks_and_rank()
     mps = torch.backends.mps.is_available() and ranks == 1
-    device = torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    if device.type == "cpu" and sys.platform == "linux":     # glibc keeps freed memory: 5% faster
-        ctypes.CDLL(None).mallopt(-4, 0)                     # M_MMAP_MAX
-        ctypes.CDLL(None).mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD
-    return device, rank, ranks
+    return torch.device("cuda" if cuda else "mps" if mps else "cpu"), rank, ranks
 
 def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) -> SER:
     """The model of a run, on the CPU, from the seed and `init` alone. method: (encoder, cfg) -> the
@@ -934,7 +909,7 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
                   cfg.position)
     if cfg.init:
         given = load_encoder(cfg.init)
-        require(given.shape == encoder.shape, f"--init {cfg.init} is {given.shape}, not {encoder.shape}")
+        require(given.shape == encoder.shape, f"--init {cfg.init}: {given.shape}, not {encoder.shape}")
         encoder.load_state_dict(given.state_dict())
     if method is None:
         base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
@@ -966,14 +941,29 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode; every weight must be there."""
     state = load_checkpoint(path)
-    prefix = "base.encoder."
-    own = {name[len(prefix):]: w for name, w in state["model"].items() if name.startswith(prefix)}
+    own = [name for name in state["model"] if name.startswith("base.encoder.")]
     try:
         encoder = ViT(**state["shape"])
-        encoder.load_state_dict(own)
+        encoder.load_state_dict({n.removeprefix("base.encoder."): state["model"][n] for n in own})
     except Exception as error:
         raise UserError(f"{path} holds no ViT of {state['shape']}: {error}") from None
     return encoder.eval()
+
+FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}     # may change
+
+def resume(path: Path, identity: dict[str, Any], model: SER, optimizer: torch.optim.Optimizer) -> int:
+    """Load `path`, if it is there, and return its step. Raises UserError if it is of another run."""
+    if not path.exists():
+        return 0
+    state = load_checkpoint(path)
+    there = state["config"] | {"program": state["program"], "images": state["images"]}
+    here = identity["config"] | {"program": identity["program"], "images": identity["images"]}
+    differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
+              if name not in FREE and there.get(name) != here.get(name)]
+    require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
 
 def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
     """A picture with a row for each of six images of b2; the last two columns have moved alike."""
@@ -987,105 +977,57 @@ def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
             picture.paste(ImageOps.contain(to_pil_image(image), (152, 152)), (160 * i, 16 + 160 * j))
     picture.save(path)
 
-class Run:
-    """The folder of a run: its checkpoint last.pt and its log, log.jsonl."""
-    free = ("data", "out", "init", "workers", "log_every", "save_every", "compile")   # may change
-
-    def __init__(self, cfg: Common, source: Sequence[str] | Tensor):
-        self.cfg = cfg
+class Log:
+    """log.jsonl and the bar, both of rank 0, and what is counted for them between two records."""
+    def __init__(self, cfg: Common, start: int, steps: int, facts: dict[str, Any]):
+        self.batch = cfg.batch_size
         self.ranks, self.rank = ranks_and_rank()
-        self.path = Path(cfg.out, "last.pt")
-        names = [] if isinstance(source, Tensor) else [os.path.basename(path) for path in source]
-        self.images = f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+        self.file = open(os.devnull if self.rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
+        if self.rank == 0:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
+        self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
+        self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
+        print(json.dumps(facts | {"command": " ".join(sys.argv), "config": vars(cfg)}), file=self.file)
         self.broken: set[str] = set()
-        self.limit = max(3, len(source) / 1000)     # of broken images
-        self.log = open(os.devnull, "w")
-        if self.rank == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.log = open(self.path.with_name("log.jsonl"), "a", buffering=1)
-            fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
+        self.reset(start)
 
-    def resume(self, model: SER, optimizer: torch.optim.Optimizer) -> int:
-        """Load last.pt, if there is one, and return its step. Raises UserError for another run's."""
-        if not self.path.exists():
-            return 0
-        state = load_checkpoint(self.path)
-        there = state["config"] | {"program": state["program"], "images": state["images"]}
-        here = vars(self.cfg) | {"program": self.cfg.program, "images": self.images}
-        differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
-                  if name not in self.free and there.get(name) != here.get(name)]
-        require(not differ, f"{self.path} is of another run ({'; '.join(differ)}): use a new --out")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return state["step"]
-
-    def save(self, step: int, model: SER, optimizer: torch.optim.Optimizer) -> None:
-        if self.rank == 0:
-            save_whole(self.path, dict(
-                step=step, program=self.cfg.program, config=vars(self.cfg), images=self.images,
-                shape=model.base.encoder.shape, model=model.state_dict(),
-                optimizer=optimizer.state_dict()))
-
-    def start(self, step: int, steps: int, model: SER) -> None:
-        """Write the log's first record, the whole setting, and show what is derived from it."""
-        cfg = self.cfg
-        b2 = cfg.b2_images(self.ranks) * self.ranks
-        setting = dict(images=self.images, start=step, steps=steps, ranks=self.ranks, b2=b2,
-                       ratio=b2 / cfg.batch_size, lr=cfg.lr, warmup=cfg.warmup,
-                       trainable=sum(p.numel() for p in model.parameters() if p.requires_grad))
-        command = " ".join(sys.argv)
-        self.write(dict(setting, command=command, config=vars(cfg), torch=torch.__version__))
-        self.bar = tqdm(total=steps, initial=step, disable=self.rank > 0, mininterval=1)
-        self.say(", ".join(f"{name} {value}" for name, value in setting.items()))
-        self.step = step                      # of the last record
-        self.clock = time.perf_counter()      # when it was written
-        self.waited = 0.0                     # for the loader since then
-
-    def write(self, record: dict[str, Any]) -> None:
-        print(json.dumps(record), file=self.log)
+    def reset(self, step: int) -> None:
+        """Begin to count at this step."""
+        self.step = step
+        self.clock = time.perf_counter()
+        self.waited = 0.0     # for the loader
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             tqdm.write(text, file=sys.stderr)
 
-    def fetch(self, loader: Iterator[Any]) -> list[Any]:
-        """The next batch. A broken file is named once; too many of them stop the run."""
+    def fetch(self, loader: Iterator[Any], limit: float) -> list[Any]:
+        """The next batch. A broken file is named once; more than `limit` of them stop the run."""
         asked = time.perf_counter()
         loaded, broken = next(loader)
         self.waited += time.perf_counter() - asked
         for name in set(broken) - self.broken - {""}:
             tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
             self.broken.add(name)
-        require(len(self.broken) <= self.limit, f"{len(self.broken)} images cannot be read, more than "
-                "1 in 1000: mend or remove them")
+        require(len(self.broken) <= limit, f"{len(self.broken)} images cannot be read: mend them")
         return loaded
 
-    def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
-        """Write a step's values, means over ranks, and rates since the last record. Of a step, only
-        this waits for the device. Raises UserError if the loss is not finite."""
+    def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
+        """Write a step's values, means over ranks, and rates since the last record; returns the mean
+        loss. Of a step, only this waits for the device."""
         seconds = time.perf_counter() - self.clock
-        losses |= {"images_per_s": (step - self.step) * self.cfg.batch_size / seconds,
+        losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
                    "waiting": self.waited / seconds, "broken": len(self.broken) * self.ranks,
                    "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
         values = torch.tensor([torch.as_tensor(value).item() for value in losses.values()])
         if self.ranks > 1:
             dist.all_reduce(values)
         means = dict(zip(losses, (values / self.ranks).tolist()))
-        self.write({"step": step, **means})
+        print(json.dumps({"step": step, **means}), file=self.file)
         shown = ("loss", "inv", "inv_chance", "equiv", "equiv_chance", "patch_top1")
         self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
-        self.step = step
-        self.clock = time.perf_counter()
-        self.waited = 0.0
-        require(math.isfinite(means["loss"]), f"step {step}: the loss is {means['loss']}; log.jsonl "
-                "shows how it came to that; try a lower --base-lr with a new --out")
-
-def any_rank(yes: bool) -> bool:
-    """Whether it holds on any rank; asked on the CPU, so that no GPU is waited for."""
-    found = torch.tensor(float(yes))
-    if dist.is_initialized():
-        dist.all_reduce(found)
-    return found.item() > 0
+        self.reset(step)
+        return means["loss"]
 
 def leave_signals(worker: int) -> None:
     """Loader processes ignore stop signals: training needs their batches until it has saved."""
@@ -1098,8 +1040,10 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     device, rank, ranks = setup()
     check(cfg, ranks)
     source = list_images(cfg.data) if cfg.data else draw_images(4096, cfg.image_size, seed=0)[0]
-    require(len(source) >= cfg.batch_size, f"{len(source)} images are less than --batch-size "
-            f"{cfg.batch_size}: try {len(source) // ranks * ranks}")
+    per_epoch = len(source) // cfg.batch_size
+    steps = max(1, round(cfg.epochs * per_epoch))
+    require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: try "
+            f"{len(source) // ranks * ranks}")
     model = build(cfg).to(device)
     if device.type == "cuda" and ranks > 1:     # there is no CPU version: ranks normalise their own
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -1107,11 +1051,17 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
-    per_epoch = len(source) // cfg.batch_size
-    steps = max(1, round(cfg.epochs * per_epoch))
-    run = Run(cfg, source)
-    start = run.resume(model, optimizer)
-    run.start(start, steps, model)
+    path = Path(cfg.out, "last.pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [os.path.basename(item) for item in source] if cfg.data else []
+    images = f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+    identity = dict(program=cfg.program, images=images, config=vars(cfg))
+    start = resume(path, identity, model, optimizer)
+    b2 = cfg.b2_images(ranks) * ranks
+    log = Log(cfg, start, steps, dict(
+        images=images, start=start, steps=steps, ranks=ranks, b2=b2, ratio=b2 / cfg.batch_size,
+        lr=cfg.lr, warmup=cfg.warmup, device=device.type, torch=torch.__version__,
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)))
     # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter without gradient.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = iter(torch.utils.data.DataLoader(
@@ -1120,15 +1070,16 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         num_workers=min(cfg.workers, os.cpu_count() or 1)))
     try:
         for step in range(start, steps):
-            saves = step + 1 == steps or (step + 1) % (cfg.save_every or per_epoch) == 0
-            logs = saves or step == start or (step + 1) % cfg.log_every == 0
+            done = step + 1
+            saves = done == steps or done % (cfg.save_every or per_epoch) == 0
+            logs = saves or step == start or done % cfg.log_every == 0
             # Load what the loader's processes have decoded and cut, and make the views of it.
-            loaded = run.fetch(loader)
+            loaded = log.fetch(loader, limit=max(3, len(source) / 1000))
             loaded = [(pixels.to(device, non_blocking=True), *draws) for pixels, *draws in loaded]
             batch = make_views(loaded, cfg, step, rank, ranks)
             if step == rank == 0 and batch.views[0].geometry:
                 base = loaded[0][0][-cfg.b2_images(ranks):]
-                save_views(run.path.with_name("views.png"), batch, base, cfg.patch_size)
+                save_views(path.with_name("views.png"), batch, base, cfg.patch_size)
             # Forward. What a method draws here depends on the step alone, so a resumed run repeats it.
             seed_draws(cfg.seed, "step", step, rank)
             model.base.update(step / steps)
@@ -1138,55 +1089,62 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             optimizer.zero_grad()
             losses["loss"].backward()
             if logs:
-                for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
-                    gradients = [p.grad for p in part.parameters() if p.grad is not None]
-                    losses[name] = nn.utils.get_total_norm(gradients)
+                losses["grad_encoder"] = gradient_norm(model.base.encoder)
+                losses["grad_equiv"] = gradient_norm(model.heads)
             # Step, with the schedules.
             cfg.before_step(optimizer, step / per_epoch)
             optimizer.step()
-            # Log, save and stop, where due.
-            stopping = any_rank(len(stop) > 0)
-            run.bar.update()
+            log.bar.update()
+            # Log, save and stop, where due. Ranks agree on stopping on their CPUs, not on the GPUs.
+            stopping = torch.tensor(len(stop))
+            if ranks > 1:
+                dist.all_reduce(stopping)
             if logs or stopping:
-                run.record(step + 1, losses | {"lr": optimizer.param_groups[0]["lr"]})
-            if saves or stopping:
-                run.save(step + 1, model, optimizer)
-            if stopping and step + 1 < steps:
-                run.say(f"saved at step {step + 1} of {steps}; the same command continues")
+                loss = log.record(done, losses | {"lr": optimizer.param_groups[0]["lr"]})
+                require(math.isfinite(loss), f"step {done}: the loss is {loss}; see log.jsonl for the "
+                        "cause, and lower --base-lr with a new --out")
+            if rank == 0 and (saves or stopping):
+                save_whole(path, dict(
+                    identity, step=done, shape=model.base.encoder.shape, model=model.state_dict(),
+                    optimizer=optimizer.state_dict()))
+            if stopping and done < steps:
+                log.say(f"saved at step {done} of {steps}; the same command continues")
                 raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))
     finally:     # the loader's processes outlive an exception whose traceback holds it
         if cfg.workers:
             loader._shutdown_workers()
-    return run.path
+    return path
+
+def gradient_norm(module: nn.Module) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
 
 # ==== 10. Command line ============================================================================
 def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[str] = ()) -> Any:
     """Flags -> a `kind`, a flag per field; without --data, with kind.drawn. Raises UserError."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    require("" not in argv, "an empty argument: an unset shell variable?")
     parser = argparse.ArgumentParser(description=sys.modules[kind.__module__].__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.error = lambda message: require(False, f"{message}; see --help")
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
         require(argv.count(flag) < 2 or flag in repeatable, f"{flag} is given twice")
-        several = isinstance(field.default, tuple)
-        values = field.default if several else (field.default,)
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
         how = dict(type=type(values[0]))
-        if several:
+        if values is field.default:
             how |= dict(nargs="+", action="extend")
         if field.default is False:
             how = dict(action="store_true")
         text = f"{field.metadata['help']} [{' '.join(map(str, values))}]"
         parser.add_argument(flag, help=text, **how)
-    parser.error = lambda message: require(False, f"{message}; see --help")
-    require("" not in argv, "an empty argument: an unset shell variable?")
     given = vars(parser.parse_args(argv))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return kind(**(given if given.get("data") else kind.drawn | given))
 
 def guard(program: str, work: Callable[[], Any]) -> int:
-    """Do the work and return the exit code: 0, or 2 after one line on stderr about whatever escaped,
-    whose traceback goes to a file if it is no UserError."""
+    """Do the work; returns the exit code: 0, or 2 after one line on stderr about whatever escaped.
+    The traceback of what is no UserError goes to a file."""
     try:
         work()
         return 0
@@ -1196,31 +1154,20 @@ def guard(program: str, work: Callable[[], Any]) -> int:
         if os.environ.get("RANK", "0") == "0":     # all ranks found it
             tqdm.write(f"{program}: {error}", file=sys.stderr)
     except BaseException as error:
-        with tempfile.NamedTemporaryFile("w", prefix="ser-", suffix=".txt", delete=False) as file:
-            file.write(traceback.format_exc())
+        path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
+        path.write_text(traceback.format_exc())
         advice = "try fewer --workers, or 0: " if "DataLoader worker" in str(error) else ""
-        text = " ".join(str(error).split())[:300]
-        tqdm.write(f"{program}: {advice}{type(error).__name__}: {text} (see {file.name})", file=sys.stderr)
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        tqdm.write(f"{program}: {advice}{text} (traceback: {path})", file=sys.stderr)
     return 2
 
 def main(argv: Sequence[str] | None = None, kind: type = Config,
          build: Callable[[Any], SER] = build) -> int:
-    """Train as the command line says; returns the exit code. A third stop signal ends at once."""
+    """Train as the command line says; returns the exit code."""
     stop: list[int] = []
-
-    def remember(number: int, frame: Any) -> None:
-        stop.append(number)
-        if len(stop) == 3:
-            os._exit(128 + number)
-
-    def work() -> None:
-        path = train(parse(argv, kind), build, stop)
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{path} is trained. Next: python eval_linear.py --checkpoint {path}")
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return guard(kind.program, work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: stop.append(number))
+    return guard(kind.program, lambda: train(parse(argv, kind), build, stop))
 
 def leave(code: int) -> None:
     """End the process at once: threads of gloo and loader processes can hold up a normal exit."""
