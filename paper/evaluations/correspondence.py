@@ -1,8 +1,8 @@
-"""What SER does, seen: the tokens of a photograph, each joined to its nearest token in a moved copy.
+"""What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours; the paper has no such picture. It shows what L_equiv asks for (paper 3.3): the token of a place
-in x, and the token of the same place in rho_g(x), are each other's nearest. Green lines end at the
-right token, red ones elsewhere. The untrained encoder, and each checkpoint, see the same images.
+Ours; the paper has no such picture. It shows what L_equiv asks for (paper 3.3): the tokens of the
+same place in x and in rho_g(x) are each other's nearest. Green lines end at the right token, red
+ones elsewhere. The untrained encoder and those of all checkpoints see the same images.
 
     python -m paper.evaluations.correspondence --data PHOTOS \\
         --checkpoint runs/control/last.pt runs/ser/last.pt --label control SER
@@ -15,6 +15,7 @@ equivariance alone. Axes: N tokens of x, M tokens of rho_g(x), H x W token grid 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import math
 import os
@@ -76,7 +77,7 @@ def draw_element(name: str, index: int, grid: int, seed: int) -> Geometry:
     return g
 
 def centres(grid: tuple[int, int]) -> Tensor:
-    """The centres of the tokens of a grid, (N, 2): row and column, as shares of height and width."""
+    """The centres of the tokens of a grid, (N, 2): row and column, shares of height and width."""
     rows = (torch.arange(grid[0]) + 0.5) / grid[0]
     columns = (torch.arange(grid[1]) + 0.5) / grid[1]
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
@@ -92,7 +93,7 @@ def destination(g: Geometry, places: Tensor) -> Tensor:
 
 @torch.no_grad()
 def match(encoder: ViT, image: Tensor, g: Geometry, layer: int) -> Match:
-    """Join the tokens of a normalised image (3, S, S), after block `layer`, to those of its copy."""
+    """Join the tokens of a normalised image (3, S, S), after block `layer`, to its copy's."""
     x = image[None]
     copy = ser.rho(g, x, encoder.patch_size)
     still, moved = (part.maps[layer] for part in encoder([x, copy], (layer,)))
@@ -120,7 +121,7 @@ def shares(encoder: ViT, images: Tensor, layer: int, seed: int) -> dict[str, dic
     return found
 
 def draw_panel(panel: Any, photograph: Tensor, copy: Tensor, joined: Match, tokens: Tensor) -> None:
-    """A photograph (3, k S, k S), its copy (3, h, w) to the right, in [0, 1], and the lines from some
+    """A photograph (3, k S, k S), its copy (3, h, w) to the right, in [0, 1], and lines from some
     tokens of the one, by number, to those of the other."""
     from matplotlib.collections import LineCollection
     side = photograph.shape[-1]
@@ -189,10 +190,8 @@ def compare(cfg: Settings) -> dict[str, Any]:
     """Measure and draw; returns what is written. Raises UserError."""
     ser.check_ranges(cfg)
     require(all(cfg.data), "--data: which photographs? give image files or folders")
-    try:
-        import matplotlib
-    except ImportError:
-        require(False, "the picture needs matplotlib: pip install -r paper/requirements.txt")
+    require(importlib.util.find_spec("matplotlib") is not None,
+            "the picture needs matplotlib: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, untrained=True)
     encoder = encoders["untrained"]
     for label, other in encoders.items():

@@ -13,10 +13,10 @@ The paper's accuracies in percent, after layers 1, 3, 6, 9, 12 of MoCo-v3 with a
     python -m paper.evaluations.transformations --data /imagenet --single
     torchrun --nproc_per_node=8 -m paper.evaluations.transformations ...    ranks share the encoding
 
-A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or 270
-degrees, or none and the horizontal flip. The untrained encoder is measured beside. The paper says
-"predicting rotation/flip labels, following Garrido et al." and no more: not whether the probe sees a
-pair, which token, which probe, how many images. Writes transformations.json beside the checkpoint.
+A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
+270 degrees; or nothing, or the horizontal flip. The untrained encoder is measured beside. The paper
+predicts "rotation/flip labels, following Garrido et al.", and does not say whether the probe sees a
+pair, nor which token, probe or images. Writes transformations.json beside the checkpoint.
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; labels of classes play no part.
 Axes: n images, V = 5 versions of an image, L layers, D width, C answers.
 """
@@ -74,8 +74,8 @@ class Settings:
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
 class MovedTokens(nn.Module):
-    """An encoder whose features, for eval_linear.Frozen, are the mean patch tokens after each of the
-    layers, of an image and of its moved versions."""
+    """An encoder whose features, as eval_linear.Frozen asks for them, are the mean patch tokens
+    after each of the layers, of an image and of its moved versions."""
 
     def __init__(self, encoder: ViT, layers: Sequence[int]):
         super().__init__()
@@ -86,7 +86,7 @@ class MovedTokens(nn.Module):
         self.shape = encoder.shape
 
     def last_cls(self, x: Tensor, n: int) -> Tensor:
-        """Normalised images (B, 3, S, S) -> (B, V * L * D), in one pass of the encoder; n = V * L."""
+        """Normalised images (B, 3, S, S) -> (B, n * D), n = V * L, in one pass of the encoder."""
         # Exact permutations of the pixels of one centre crop, without jitter.
         versions = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)] + [x.flip(-1)]
         encoded = self.encoder(versions, self.layers)

@@ -1,10 +1,10 @@
 """t-SNE of 20 random classes (the paper's A.5 figures), with numbers beside the pictures.
 
-The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for MoCo-v3
-and MoCo-v3 + SER, and concludes "clearer qualitative separation for several classes". It prints no
-number, and two t-SNE layouts cannot be compared by eye; so this prints what holds of the features
-themselves: the silhouette (cosine; 1: classes far apart, 0: they overlap) and the 20-NN purity (share
-of the 20 nearest images that are of an image's own class; 1/20 at chance), over ten draws of classes.
+The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for
+MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It prints
+no number, and layouts of t-SNE cannot be compared by eye; so this measures the features themselves,
+over ten draws of classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the
+20-NN purity, the share of the 20 nearest images that are of an image's class (1 / 20 at chance).
 
     python -m paper.evaluations.tsne --data /imagenet/val \\
         --checkpoint runs/moco/last.pt runs/ser/last.pt --label MoCo-v3 "MoCo-v3 + SER"
@@ -17,6 +17,7 @@ images for all checkpoints. Axes: n images of a draw, D width of the encoder.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 from statistics import mean, pstdev
@@ -34,7 +35,7 @@ from ser import INF, TINY, ViT, require, rng, setting
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """All settings of a comparison."""
-    data: str = setting("", 0, 0, "folder of class folders, as val, or one severity of a corruption")
+    data: str = setting("", 0, 0, "folder of CLASS/..., as val, or a severity of a corruption")
     checkpoint: tuple[str, ...] = setting(("runs/ser/last.pt",), 0, 0, "two or more last.pt")
     label: tuple[str, ...] = setting(("",), 0, 0, "their names; none: the names of their folders")
     random_init: bool = setting(False, 0, 1, "the untrained encoder of the first one beside them")
@@ -102,8 +103,8 @@ def draw(path: Path, points: dict[str, Tensor], labels: Tensor, titles: dict[str
 
 def load_encoders(checkpoints: Sequence[str], labels: Sequence[str],
                   untrained: bool) -> tuple[dict[str, ViT], dict[str, str]]:
-    """The encoders on the device, by label, with `untrained` the first one's untrained one in front;
-    and the digests of the checkpoints. Raises UserError for labels that do not fit."""
+    """The encoders on the device, by label, and the digests of the checkpoints; with `untrained`,
+    the encoder that the first run began with in front. Raises UserError for unfit labels."""
     device = ser.setup()[0]
     if labels == ("",):
         labels = [Path(path).resolve().parent.name for path in checkpoints]
@@ -131,11 +132,9 @@ def compare(cfg: Settings) -> dict[str, Any]:
             "--checkpoint: a comparison takes two; or add --random-init")
     require(cfg.neighbors < cfg.classes * cfg.per_class, f"--neighbors {cfg.neighbors}: more than "
             "there are images in a draw")
-    try:
-        import matplotlib
-        import sklearn
-    except ImportError as error:
-        require(False, f"t-SNE needs {error.name}: pip install -r paper/requirements.txt")
+    for package in ("matplotlib", "sklearn"):
+        require(importlib.util.find_spec(package) is not None,
+                f"t-SNE needs {package}: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, cfg.random_init)
     inside = os.path.join(cfg.data, "val")
     folder = inside if os.path.isdir(inside) else cfg.data
@@ -179,12 +178,16 @@ def table(result: dict[str, Any]) -> str:
              f"{cfg['per_class']} images of each: mean ± standard deviation over draws",
              f"{'':24}{'silhouette':>18}{str(cfg['neighbors']) + '-NN purity':>18}"]
     for label, scores in result["encoders"].items():
-        cells = [f"{scores[n]['mean']:.4f} ± {scores[n]['std']:.4f}" for n in ("silhouette", "purity")]
-        lines.append(f"{label:24}" + "".join(f"{cell:>18}" for cell in cells))
-        if scores["broken"]:
-            lines.append(f"  {len(scores['broken'])} broken images, as {scores['broken'][0]}: left out")
-    lines.append(f"{'chance':24}{0:18.4f}{1 / cfg['classes']:18.4f}")
-    lines.append("The paper prints no number: its figures compare MoCo-v3 and MoCo-v3 + SER by eye.")
+        line = f"{label:24}"
+        for measure in ("silhouette", "purity"):
+            cell = f"{scores[measure]['mean']:.4f} ± {scores[measure]['std']:.4f}"
+            line += f"{cell:>18}"
+        lines.append(line)
+        broken = scores["broken"]
+        if broken:
+            lines.append(f"  {len(broken)} broken images, as {broken[0]}: left out")
+    lines.append(f"{'chance':24}{'-':>18}{1 / cfg['classes']:18.4f}")
+    lines.append("The paper has no number: it compares MoCo-v3 and MoCo-v3 + SER by eye.")
     return "\n".join([*lines, result["picture"]])
 
 def main(argv: Sequence[str] | None = None) -> int:
