@@ -56,9 +56,9 @@ from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale, t
 from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for an
-# image and for its token map: flips and turns permute pixels or tokens, scaling resizes. Nothing of
-# it is learned. (torch.Tensor is spelled out where a function is meant to be copied.)
+# G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for
+# an image and for its token map: turns and flips permute pixels or tokens, scaling resizes. Nothing
+# of it is learned. (torch.Tensor is spelled out where a function is meant to be copied.)
 
 class Geometry(NamedTuple):
     """An element of G for each image: a flip, then turns, then a resize to a grid that all share.
@@ -71,15 +71,19 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     aspect: tuple[float, float] = (3 / 4, 4 / 3),
                     elements: tuple[str, ...] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
-    """Draw a flip and turns for each of `batch` images, and one grid for all of them: `area` * grid^2
-    tokens (uniform) at the aspect W / H (log-uniform), sides rounded, 10 to 18 for grid 14. What
-    `elements` leaves out stays the identity. Raises ValueError for an unknown element."""
+    """Draw a flip and turns for each of `batch` images, and one grid for all of them.
+
+    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform), sides rounded: 10
+    to 18 tokens for grid 14. What `elements` leaves out stays the identity, and the draws of the
+    others do not change. Raises ValueError for an unknown element.
+    """
     if not set(elements) <= {"rot90", "hflip", "scale"}:
         raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
-    # Choice: the paper's [0.7, 1.3] (4.1) bounds the area; the aspect is in [3/4, 4/3]. So the release.
+    # Choice: the paper's [0.7, 1.3] (4.1) bounds the area, and the aspect lies in [3/4, 4/3], both
+    # as in the release.
     tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
     ratio = aspect[0] * (aspect[1] / aspect[0]) ** v
     height = max(1, round(math.sqrt(tokens / ratio)))
@@ -97,22 +101,25 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
 
     Let R be a quarter turn and F the flip, so that an element is R^t F^f. A mirror image turns the
     other way round, F R = R^-1 F, hence
-        R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if one of them flips, else 1.
+        R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
     """
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resample (B, C, h, w), float or uint8, to (B, C, *size): the one operator for crops, b2, tokens
-    and position codes (paper 3.2). antialias=True does to a tensor what Pillow does to an image."""
+    """Resample (B, C, h, w), float or uint8, to (B, C, *size): one operator for crops, b2, tokens
+    and position codes (3.2). antialias=True does to a tensor what Pillow does to an image."""
     if x.shape[-2:] == size:
         return x
     return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)
 
 def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
-    """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell) with (H, W) = g.grid.
-    cell=1 moves token maps, cell=patch_size pixels. Flips and turns are exact permutations."""
+    """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
+
+    cell=1 moves token maps, cell=patch_size moves pixels, by the same code. Flips and turns are
+    permutations, exact bit for bit; only a change of size resamples.
+    """
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
     for flip in (False, True):     # the eight combinations, each for the images that drew it
@@ -121,7 +128,8 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
             if len(rows) > 0:
                 rows = rows.to(x.device, non_blocking=True)
                 part = x[rows].flip(-1) if flip else x[rows]
-                moved[rows] = resize(torch.rot90(part, turns, (-2, -1)), size)
+                part = torch.rot90(part, turns, (-2, -1))
+                moved[rows] = resize(part, size)
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
@@ -130,7 +138,7 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 # run goes on with the same ones, and they travel with the view that they made.
 
 class Policy(NamedTuple):
-    """What T draws one view from, beside a flip, colour jitter and grayscale, alike for all views."""
+    """What T draws one view from. (Flip, colour jitter and grayscale are alike for all views.)"""
     size: int                            # side of the view, pixels
     area: tuple[float, float] | None     # of the crop, share of the image; None: the plain centre
     blur: float                          # probability
@@ -157,7 +165,7 @@ class Jitter(NamedTuple):
 
 class View(NamedTuple):
     """One view of every image of the batch, and what made it."""
-    images: list[Tensor]          # [b1 (B1, 3, S, S), b2 (B2, 3, h, w)] normalised, without empty parts
+    images: list[Tensor]          # [b1 (B1, 3, S, S), b2 (B2, 3, h, w)], normalised; no empty part
     crop: Crop                    # rows: b1, then b2
     jitter: Jitter                # rows: b1, then b2
     geometry: Geometry | None     # of b2; None without b2
@@ -203,17 +211,23 @@ def sample_crop(image: Tensor, area: tuple[float, float] | None) -> Crop:
     return Crop(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
 
 def sample_jitter(policy: Policy) -> Jitter:
-    """MoCo-v3's draws for one image: colour jitter (.4, .4, .2, .1) in random order with probability
-    .8, grayscale with .2, blur and solarization with the policy's; none on a plain centre crop."""
+    """MoCo-v3's draws for one image: colour jitter (.4, .4, .2, .1), in random order, with
+    probability .8, grayscale with .2, blur and solarization with the policy's. None on a plain
+    centre crop."""
     jitter = Jitter()
     if policy.area is None:
         return jitter
     if random.random() < 0.8:
-        jitter = Jitter(random.uniform(0.6, 1.4), random.uniform(0.6, 1.4), random.uniform(0.8, 1.2),
-                        random.uniform(-0.1, 0.1), order=torch.randperm(4))
-    sigma = random.uniform(0.1, 2.0) if random.random() < policy.blur else 0.0
-    solarize = random.random() < policy.solarize
-    return jitter._replace(gray=random.random() < 0.2, blur=sigma, solarize=solarize)
+        jitter = Jitter(brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
+                        saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
+                        order=torch.randperm(4))
+    if random.random() < 0.2:
+        jitter = jitter._replace(gray=True)
+    if random.random() < policy.blur:
+        jitter = jitter._replace(blur=random.uniform(0.1, 2.0))
+    if random.random() < policy.solarize:
+        jitter = jitter._replace(solarize=True)
+    return jitter
 
 def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
     """(3, h, w) -> (3, size, size): the crop, resized, then flipped."""
@@ -271,27 +285,32 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) in pixels, at most three of them far, borders mirrored."""
+    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1), in pixels; the borders are mirrored."""
     n, _, h, w = x.shape
     radius = min(6, h - 1, w - 1)     # 6: three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)
-    kernel = kernel.repeat_interleave(3, dim=0)                                 # one for each channel
+    kernel = kernel.repeat_interleave(3, dim=0)     # (3 n, 2 radius + 1), a row for each channel
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
-OPERATIONS = {     # images (n, 3, h, w) in [0, 1], parameters (n, 1, 1, 1); else as torchvision's
+def blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    return other.lerp(x, factor).clamp(0, 1)
+
+# torchvision's operations, with a parameter (n, 1, 1, 1) of its own for each of n images in [0, 1].
+OPERATIONS = {
     "brightness": lambda x, factor: (factor * x).clamp(0, 1),
-    "contrast": lambda x, factor: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, factor).clamp(0, 1),
-    "saturation": lambda x, factor: rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1),
+    "contrast": lambda x, factor: blend(x, rgb_to_grayscale(x).mean((2, 3), keepdim=True), factor),
+    "saturation": lambda x, factor: blend(x, rgb_to_grayscale(x), factor),
     "hue": shift_hue,
     "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
     "blur": gaussian_blur,
-    "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x)}
+    "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x),
+}
 
 def photometric(x: Tensor, jitter: Jitter) -> Tensor:
-    """Images (B, 3, h, w) in [0, 1] -> jittered, each by its own row of `jitter`, and normalised."""
+    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `jitter`, and normalised."""
     x = x.clone()     # the caller's stays
 
     def apply(name: str, chosen: Tensor) -> None:
@@ -311,7 +330,7 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     return normalise(x)
 
 def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
-    """A rank's share of the step's images `indices`: of b1, then of b2, which is the end of the step.
+    """A rank's share of the step's images `indices`: of its b1, then of its b2, which is the end.
     n_b2: |b2| of one rank. How many ranks share a step does not change its b1 and its b2."""
     n_b1 = len(indices) // ranks - n_b2
     b1 = indices[:n_b1 * ranks]
@@ -334,10 +353,11 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
         if n_b1 > 0:
             images.append(photometric(b1, Jitter(*(rows[:n_b1] for rows in jitter))))
         if n_b2 > 0:
-            # Every rank draws for the whole b2 of this step and view, and keeps its own rows: so all
+            # Every rank draws for the whole b2 of this step and view, and keeps its own rows: all
             # share the grid, and none repeats the draws of another.
+            generator = rng(cfg.seed, "geometry", step, v)
             drawn = sample_geometry(ranks * n_b2, pixels.shape[-1] // cfg.patch_size,
-                                    elements=cfg.group, generator=rng(cfg.seed, "geometry", step, v))
+                                    elements=cfg.group, generator=generator)
             geometry = Geometry(drawn.flip[own], drawn.turns[own], drawn.grid)
             b2 = rho(geometry, b2, cfg.patch_size)
             images.append(photometric(b2, Jitter(*(rows[n_b1:] for rows in jitter))))
@@ -346,21 +366,22 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
 # f1 is the blocks up to `cls_layer`: its tokens are a map of the image and nothing else. f2 is the
-# rest, in front of which [CLS] is inserted. b1 and b2 have images of different sizes, yet pass through
-# together: b2 is 1% of the images, and a pass of its own would cost far more than 1% of the time.
+# rest, in front of which [CLS] is inserted. b1 and b2 differ in size, yet pass through together:
+# b2 is 1% of the images, and a pass of its own would cost far more than 1% of the time.
 
 def pack(batches: Sequence[Tensor]) -> Tensor:
     """The tokens of all batches (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
     return torch.cat([tokens.flatten(0, 1) for tokens in batches])
 
 def unpack(x: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack`, for tokens of any width: (sum of B_i * N_i, C) -> (B_i, N_i, C) for each batch."""
-    parts = x.split([len(tokens) * tokens.shape[1] for tokens in batches])
-    return [part.view(*tokens.shape[:2], -1) for part, tokens in zip(parts, batches)]
+    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) for each of the batches, any width C."""
+    sizes = [tokens.shape[:2] for tokens in batches]
+    parts = x.split([B * N for B, N in sizes])
+    return [part.view(B, N, -1) for part, (B, N) in zip(parts, sizes)]
 
 class Block(nn.Module):
-    """A pre-norm transformer block with timm's parameter names, for a list of batches (B_i, N_i, D):
-    attention looks at each batch, all else at all tokens in one piece."""
+    """A pre-norm transformer block with timm's parameter names, on a list of batches (B_i, N_i, D).
+    Attention works on one batch at a time, all else on all tokens in one piece."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -378,19 +399,21 @@ class Block(nn.Module):
     def attention(self, x: Tensor, batches: list[Tensor]) -> Tensor:
         attended = []
         for qkv in unpack(self.attn["qkv"](self.norm1(x)), batches):
-            q, k, v = qkv.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            out = F.scaled_dot_product_attention(q, k, v)                         # (B, heads, N, -1)
-            attended.append(out.transpose(1, 2).flatten(2))                       # (B, N, D)
+            qkv = qkv.unflatten(2, (3, self.heads, -1))                      # (B, N, 3, heads, -1)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)                             # (B, heads, N, -1)
+            out = F.scaled_dot_product_attention(q, k, v)
+            attended.append(out.transpose(1, 2).flatten(2))                  # (B, N, D)
         return self.attn["proj"](pack(attended))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x))))
+        hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
+        return self.mlp["fc2"](hidden)
 
 def sincos_codes(grid: int, dim: int) -> Tensor:
     """MoCo-v3's fixed codes, (1, dim, grid, grid): sin and cos of the row, then of the column."""
     omega = 10000 ** -(torch.arange(dim // 4) / (dim // 4))
-    angles = omega[:, None] * torch.arange(grid)                                  # (dim / 4, grid)
-    codes = torch.cat([angles.sin(), angles.cos()])                               # (dim / 2, grid)
+    angles = omega[:, None] * torch.arange(grid)                             # (dim / 4, grid)
+    codes = torch.cat([angles.sin(), angles.cos()])                          # (dim / 2, grid)
     rows = codes[:, :, None].expand(-1, grid, grid)
     columns = codes[:, None, :].expand(-1, grid, grid)
     return torch.cat([rows, columns])[None]
@@ -398,18 +421,20 @@ def sincos_codes(grid: int, dim: int) -> Tensor:
 class Encoded(NamedTuple):
     """What the encoder makes of one batch of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
-    maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no LayerNorm
+    maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
     early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, where there is one
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
-    cls_layer 0 it is timm's ViT, from the same weights. Raises ValueError for sizes that do not fit."""
+    cls_layer 0 it is timm's ViT, from the same weights. Raises ValueError for a bad shape."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3, position: str = "learned"):
         super().__init__()
-        require(image_size % patch_size == 0, f"--image-size {image_size} is no multiple of "
-                f"--patch-size {patch_size}: try {math.ceil(image_size / patch_size) * patch_size}")
-        require(dim % heads == dim % 4 == 0, f"--dim {dim}: no multiple of 4 and of --heads {heads}")
+        fit = math.ceil(image_size / patch_size) * patch_size
+        require(image_size == fit,
+                f"--image-size {image_size}: no multiple of --patch-size {patch_size}, try {fit}")
+        require(dim % heads == 0 and dim % 4 == 0,
+                f"--dim {dim}: no multiple of 4 and of --heads {heads}")
         require(0 <= cls_layer < depth, f"--cls-layer {cls_layer}: must lie in 0..{depth - 1}")
         require(position in ("learned", "sincos"), f"--position {position}: learned or sincos")
         self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
@@ -424,27 +449,28 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is three
-        # D x D matrices in one, with the bound sqrt(6 / 2D) of each in place of sqrt(6 / 4D).
+        # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
+        # three D x D matrices in one, with the bound sqrt(6 / 2D) of each, not sqrt(6 / 4D).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned codes, which the parameter counts of the paper's Table 1 imply, initialised
-        # as in the release. [CLS] has none.
+        # Choice: learned codes, as the parameter counts of the paper's Table 1 imply, and drawn as
+        # in the release. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         if position == "sincos":
             self.pos_embed.requires_grad_(False).copy_(sincos_codes(self.grid, dim))
 
     def embed(self, x: Tensor) -> Tensor:
         """Patch tokens with position codes: (B, 3, h, w) -> (B, N, D)."""
-        on_grid = x.shape[-2] % self.patch_size == 0 and x.shape[-1] % self.patch_size == 0
-        require(on_grid, f"{tuple(x.shape[-2:])} pixels are off the grid of patch {self.patch_size}")
-        tokens = self.patch_embed["proj"](x)                                      # (B, D, H, W)
-        tokens = tokens + resize(self.pos_embed, tuple(tokens.shape[-2:]))
-        return tokens.flatten(2).mT
+        h, w = x.shape[-2:]
+        require(h % self.patch_size == 0 and w % self.patch_size == 0,
+                f"{h} x {w} pixels are off the grid of patch size {self.patch_size}")
+        tokens = self.patch_embed["proj"](x)                                 # (B, D, H, W)
+        codes = resize(self.pos_embed, tuple(tokens.shape[-2:]))             # (1, D, H, W)
+        return (tokens + codes).flatten(2).mT
 
     def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
         """Encode batches (B_i, 3, h_i, w_i) of any sizes in one pass; with the token maps and early
@@ -463,28 +489,37 @@ class ViT(nn.Module):
                     if layer > self.cls_layer:
                         early[i][layer] = tokens[i][:, 0]
                         patches = tokens[i][:, 1:]
-                    maps[i][layer] = patches.mT.unflatten(2, (x.shape[-2] // self.patch_size, -1))
+                    rows = x.shape[-2] // self.patch_size
+                    maps[i][layer] = patches.mT.unflatten(2, (rows, -1))
             if layer == self.cls_layer:
-                tokens = [torch.cat([self.cls_token.expand(len(t), -1, -1), t], 1) for t in tokens]
-        return [Encoded(self.norm(t[:, 0]), *found) for t, *found in zip(tokens, maps, early)]
+                tokens = [self.insert_cls(patches) for patches in tokens]
+        cls = [self.norm(t[:, 0]) for t in tokens]
+        return [Encoded(*parts) for parts in zip(cls, maps, early)]
+
+    def insert_cls(self, patches: Tensor) -> Tensor:
+        """(B, N, D) -> (B, 1 + N, D)."""
+        cls = self.cls_token.expand(len(patches), -1, -1)
+        return torch.cat([cls, patches], dim=1)
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
-        """(B, n * D), the input of the linear probe (paper 4.1): LayerNorm of [CLS] after each of the
-        last n blocks. Raises ValueError if one of them has none."""
+        """(B, n * D), the input of the linear probe (paper 4.1): LayerNorm of [CLS] after each of
+        the last n blocks. Raises ValueError if one of them has none."""
         require(1 <= n <= self.depth - self.cls_layer,
                 f"last_cls: n = {n}, but [CLS] enters after block {self.cls_layer} of {self.depth}")
         early = self([x], range(self.depth - n + 1, self.depth + 1))[0].early
         return torch.cat([self.norm(cls) for cls in early.values()], dim=1)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
-# An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place, its
-# negatives are all tokens of the *other* images of b2, over all ranks, in both views. Nothing is
-# detached: anchors, positives and negatives all carry gradient.
+# An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place;
+# its negatives are all tokens, of both views, of the *other* images of b2, over all ranks. Nothing
+# is detached: anchors, positives and negatives all carry gradient.
 
 class AllGather(torch.autograd.Function):
-    """(B, ...) of every rank -> (R * B, ...), in the order of ranks, with the gradient: a rank's rows
-    enter every rank's loss, so their gradient is the sum over ranks, and with the mean that DDP then
-    takes R ranks equal one process. Raises ValueError, on all ranks, where shapes differ."""
+    """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
+
+    A rank's rows enter the loss of every rank, so their gradient is the sum over ranks; with the
+    mean that DDP then takes, R ranks equal one process. All ranks raise ValueError if shapes differ.
+    """
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         shapes = [None] * torch.distributed.get_world_size()
@@ -505,37 +540,41 @@ class AllGather(torch.autograd.Function):
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
                  chunk: int | None = None) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
+
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
-    where s is the cosine divided by the temperature.
-    z: (B, N, K), projected tokens of rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats,
-    computed in fp32. Returns a scalar. With several ranks, anchors are local and keys come from all
-    ranks; the mean over ranks is the loss of the whole batch. chunk: anchors whose logits are held at
-    a time (None: 32 MB); they are computed again in the backward pass, so that memory does not grow
-    with B * N, at equal value and gradient. Raises ValueError for unequal shapes, a temperature or
-    chunk that is not positive, or a single image."""
+
+    where s is the cosine divided by the temperature. z: (B, N, K), the projected tokens of
+    rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar.
+    With several ranks, anchors are local and keys come from all ranks; the mean over ranks is the
+    loss of the whole batch. chunk: how many anchors' logits are held at a time (None: 32 MB); they
+    are computed again in the backward pass, so that memory does not grow with B * N, at equal value
+    and gradient. Raises ValueError for unequal shapes, a temperature or chunk that is not positive,
+    or a single image.
+    """
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
-        raise ValueError(f"patch_ntxent: shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be "
-                         f"equal, temperature {temperature} and chunk {chunk} positive")
+        raise ValueError(f"shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
+                         f"temperature {temperature} and chunk {chunk} positive")
     with torch.autocast(z.device.type, enabled=False):
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
-        keys = torch.stack([z, z_prime], dim=1)                  # (B, 2, N, K): 2N keys of an image
-        first = 0                                                # this rank's first image among them
+        keys = torch.stack([z, z_prime], dim=1)                  # (B, 2, N, K)
+        first = 0                                                # index of this rank's first image
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                         # (R * B, 2, N, K)
             first = B * torch.distributed.get_rank()
         images = len(keys)
         if images < 2:
-            raise ValueError("patch_ntxent: negatives come from other images, and there is only one")
-        keys = keys.flatten(0, 2)                                # (images * 2N, K)
+            raise ValueError("negatives are tokens of other images, and there is only one image")
+        keys = keys.flatten(0, 2)                                # (images * 2N, K), 2N an image
         anchors = z.flatten(0, 1) / temperature                  # (B * N, K)
         positive = (anchors * z_prime.flatten(0, 1)).sum(1)      # (B * N,), s(z_ij, z'_ij)
-        image = first + torch.arange(B, device=z.device).repeat_interleave(N)     # (B * N,), i
+        image = torch.arange(first, first + B, device=z.device)
+        image = image.repeat_interleave(N)                       # (B * N,), i of each anchor
 
-        def total(anchors, positive, image, keys):     # of the losses of some anchors
-            logits = (anchors @ keys.T).view(-1, images, 2 * N)
+        def loss_of(anchors, positive, image, keys):     # the sum over some of the anchors
+            logits = (anchors @ keys.T).unflatten(1, (images, 2 * N))
             # own[a, m]: key image m is anchor a's own image i,         m = 0 1 2
             # whose 2N tokens are no negatives.                    i = 0    T . .
             #                                                      i = 1    . T .
@@ -543,13 +582,16 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
             negatives = logits.masked_fill(own[:, :, None], -torch.inf).flatten(1)
             return (torch.logaddexp(positive, negatives.logsumexp(1)) - positive).sum()
 
-        chunk = chunk or max(1, 2 ** 23 // len(keys))
+        if chunk is None:
+            chunk = max(1, 2 ** 23 // len(keys))
         if chunk >= B * N:     # one block: computing it twice would save nothing
-            return total(anchors, positive, image, keys) / (B * N)
+            return loss_of(anchors, positive, image, keys) / (B * N)
         from torch.utils.checkpoint import checkpoint
-        blocks = zip(anchors.split(chunk), positive.split(chunk), image.split(chunk))
-        return sum(checkpoint(total, *block, keys, use_reentrant=False, preserve_rng_state=False)
-                   for block in blocks) / (B * N)
+        total = 0.0
+        for block in zip(anchors.split(chunk), positive.split(chunk), image.split(chunk)):
+            total = total + checkpoint(loss_of, *block, keys, use_reentrant=False,
+                                       preserve_rng_state=False)
+        return total / (B * N)
 
 # ==== 5. Base method: MoCo-v3 (paper 4.1) =========================================================
 # SER does not ask what the invariance loss is. A base method is a module with
@@ -560,14 +602,21 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's head: no biases, BatchNorm and ReLU between layers, BatchNorm without affine last."""
-    parts: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
-        parts += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    return nn.Sequential(*parts[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    """MoCo-v3's head: no biases; BatchNorm and ReLU between the layers, BatchNorm without affine
+    parameters at the end."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(widths, widths[1:-1]):
+        layers.append(nn.Linear(fan_in, fan_out, bias=False))
+        layers.append(nn.BatchNorm1d(fan_out))
+        layers.append(nn.ReLU(inplace=True))
+    layers.append(nn.Linear(*widths[-2:], bias=False))
+    layers.append(nn.BatchNorm1d(widths[-1], affine=False))
+    return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Contrast queries q (B, K) with the keys k (B, K) of all ranks, of which row i matches row i.
@@ -591,8 +640,8 @@ def move_towards(slow: nn.Module, fast: nn.Module, momentum: float) -> None:
         p.lerp_(q, 1 - momentum)
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021): the query of one view of an image finds, among those of the batch,
-    the key of its other view, made by a momentum copy of the network."""
+    """MoCo-v3 (Chen et al. 2021): the query of one view of an image is to find, among the keys of
+    the batch, that of its other view. Keys are made by a momentum copy of the network."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -619,8 +668,11 @@ class MoCoV3(nn.Module):
         return self.momentum_projector(torch.cat([part.cls for part in parts]))
 
     def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
-        q1, q2 = (self.predictor(self.projector(c)) for c in cls)
-        k1, k2 = (self.key(view) for view in views)
+        """contrast(q1, k2) + contrast(q2, k1), as in the pseudo-code of the paper."""
+        q1 = self.predictor(self.projector(cls[0]))
+        q2 = self.predictor(self.projector(cls[1]))
+        k1 = self.key(views[0])
+        k2 = self.key(views[1])
         loss12, top1 = info_nce(q1, k2, self.temperature)
         loss21, _ = info_nce(q2, k1, self.temperature)
         chance = 4 * self.temperature * math.log(len(q1) * ranks_and_rank()[0])
@@ -632,8 +684,8 @@ class MoCoV3(nn.Module):
 # the token maps of b2 go to L_equiv.
 
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv, the mean over `layers`, each with a projector
-    of its own. Raises ValueError for a layer that is not in 1..depth."""
+    """The loss of a base method plus weight * L_equiv, the mean over `layers`, each of which has a
+    projector of its own. Raises ValueError for a layer that is not in 1..depth."""
     pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views, between which L_equiv is taken
 
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -645,9 +697,9 @@ class SER(nn.Module):
         self.temperature = temperature
         dim = base.encoder.dim
         depth = base.encoder.depth
-        require(all(1 <= layer <= depth for layer in layers), f"--equiv-layers {layers}: 1..{depth}")
         self.heads = nn.ModuleDict()
         for layer in layers:
+            require(1 <= layer <= depth, f"--equiv-layers {layer}: must lie in 1..{depth}")
             # Paper: 3.3, two layers, GELU, 512. Choice: LayerNorm, no biases, as in the release.
             self.heads[str(layer)] = nn.Sequential(
                 nn.LayerNorm(dim), nn.Linear(dim, out_dim, bias=False), nn.GELU(),
@@ -656,11 +708,10 @@ class SER(nn.Module):
     def forward(self, batch: Batch, diagnose: bool = False) -> dict[str, Tensor | float]:
         """`loss`, which carries the gradient, its parts `inv` and `equiv`, and diagnostics."""
         views = batch.views
-        encoded = iter(self.base.encoder([x for view in views for x in view.images], self.layers))
-        encoded = [[next(encoded) for _ in view.images] for view in views]        # [view][part]
+        encoded = encode_views(self.base.encoder, views, self.layers)
 
-        # Choice: one invariance loss over b1 and b2, as in the release. Eq. 3 read literally, a loss
-        # for each, would weigh an image of b2 85 times one of b1 at 3 of 256.
+        # L_inv. Choice: one loss over b1 and b2, as in the release. Eq. 3 read literally, a mean
+        # for each, would weigh an image of b2 84 times one of b1 at 3 of 256.
         cls = [torch.cat([part.cls for part in view]) for view in encoded]
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
@@ -669,36 +720,45 @@ class SER(nn.Module):
         if views[0].geometry is None:     # no b2: the base method alone
             return losses
 
+        # L_equiv, on the token maps of b2, which is the last part of a view.
         equiv = 0.0
         for layer in self.layers:
             project = self.heads[str(layer)]
             for first, second in self.pairs:
                 g = relative(views[second].geometry, views[first].geometry)
-                h1 = encoded[first][-1].maps[layer].float()      # f1(x1) of b2, (B2, D, H1, W1)
-                h2 = encoded[second][-1].maps[layer].float()     # f1(x2) of b2, (B2, D, H2, W2)
+                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1)
+                h2 = encoded[second][-1].maps[layer].float()     # f1(x2), (B2, D, H2, W2)
                 aligned = rho(g, h1)                             # (B2, D, H2, W2)
                 # Paper: 3.3, align first, then project.
                 z = project(aligned.flatten(2).mT)               # (B2, N, K)
                 z_prime = project(h2.flatten(2).mT)              # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                if diagnose:     # the last layer and pair stay
+                if diagnose:     # in the log stay the last layer and pair
                     others = len(z) * ranks_and_rank()[0] - 1
                     losses["equiv_chance"] = math.log(1 + 2 * z.shape[1] * others)
                     losses["patch_top1"] = retrieval(z, z_prime)
-        # Paper: Eq. 3. With weight 0 L_equiv is still computed: the control differs in nothing else.
+        # Paper: Eq. 3. With weight 0 L_equiv is still computed, so that the control differs in
+        # nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
+
+def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
+    """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
+    encoded = encoder([x for view in views for x in view.images], layers)
+    parts = len(views[0].images)
+    return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
 
 @torch.no_grad()
 def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
-    """Share of the tokens of z (B, N, K) whose most similar one in all of z_prime (B, N, K) is their
-    counterpart; 1 / (B N) at chance."""
+    """Share of the tokens of z (B, N, K) whose most similar one in all of z_prime (B, N, K) is
+    their counterpart; 1 / (B N) at chance."""
     z = F.normalize(z.flatten(0, 1).float(), dim=1)
     z_prime = F.normalize(z_prime.flatten(0, 1).float(), dim=1)
-    nearest = torch.cat([(rows @ z_prime.T).argmax(1) for rows in z.split(1024)])
-    return (nearest == torch.arange(len(z), device=z.device)).float().mean()
+    blocks = [(rows @ z_prime.T).argmax(1) for rows in z.split(1024)]
+    own = torch.arange(len(z), device=z.device)
+    return (torch.cat(blocks) == own).float().mean()
 
 # ==== 7. Config: every setting with its unit, the paper's value and its source ====================
-# Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting (4.1).
+# Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting.
 
 class UserError(ValueError):
     """A mistake that a person can mend: one line on stderr and exit code 2."""
@@ -793,7 +853,8 @@ class Config(Common):
     drawn: ClassVar[dict[str, Any]] = SMALL | dict(moco_hidden=512)
     program: ClassVar[str] = "ser.py"     # in messages
 
-def warmup_cosine(epoch: float, warmup: float, epochs: float, peak: float, end: float = 0.0) -> float:
+def warmup_cosine(epoch: float, warmup: float, epochs: float, peak: float,
+                  end: float = 0.0) -> float:
     """Linear from 0 to `peak` over the warmup, then half a cosine to `end`."""
     if epoch < warmup:
         return peak * epoch / warmup
@@ -804,7 +865,8 @@ def check_ranges(cfg: Any) -> None:
     """Raise UserError for a number outside the range of its setting."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        least, most = field.metadata["least"], field.metadata["most"]
+        least = field.metadata["least"]
+        most = field.metadata["most"]
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or (least <= number <= most and number < INF),
                     f"--{field.name.replace('_', '-')} {number}: must lie in {least:g}..{most:g}")
@@ -813,10 +875,14 @@ def check(cfg: Common, ranks: int) -> None:
     """Raise UserError for settings out of range, or a batch that ranks, b1 and b2 cannot share."""
     check_ranges(cfg)
     fit = max(2, math.ceil(cfg.batch_size / ranks)) * ranks
-    require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size} on {ranks} ranks: try {fit}")
+    require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size}: each of {ranks} ranks takes as "
+            f"many images, and at least two: try {fit}")
+    b2 = cfg.b2_images(ranks) * ranks
     least = max(2, ranks) / cfg.batch_size
-    require(cfg.ratio == 0 or cfg.b2_images(ranks) * ranks >= 2, f"--ratio {cfg.ratio} of --batch-size "
-            f"{cfg.batch_size} on {ranks} ranks leaves L_equiv no two images: try --ratio {least:.3g}")
+    require(cfg.ratio == 0 or b2 >= 2, f"--ratio {cfg.ratio} of --batch-size {cfg.batch_size} is "
+            f"{b2} images on {ranks} ranks, L_equiv needs two: try --ratio {least:.3g}, or --ratio 0")
+    require(set(cfg.group) <= {"rot90", "hflip", "scale"},
+            f"--group {' '.join(cfg.group)}: choose among rot90 hflip scale")
 
 # ==== 8. Data: image files, drawn images, and the order of a run ==================================
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
@@ -828,10 +894,12 @@ def list_images(folder: str) -> list[str]:
     def fail(error: OSError) -> None:
         raise UserError(f"--data {folder}: cannot read {error.filename}: {error.strerror}")
 
-    train = os.path.join(folder, "train")
+    root = os.path.join(folder, "train")
+    if not os.path.isdir(root):
+        root = folder
     visited: set[str] = set()
     paths = []
-    for where, folders, names in os.walk(train if os.path.isdir(train) else folder, True, fail, True):
+    for where, folders, names in os.walk(root, onerror=fail, followlinks=True):
         if os.path.realpath(where) in visited:
             folders.clear()     # os.walk goes no deeper here
             continue
@@ -843,7 +911,8 @@ def list_images(folder: str) -> list[str]:
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB, upright. torchvision decodes faster, to the same pixels
     and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything where
-    torchvision has no decoders. Raises what Pillow raises, ValueError for what 8 bits cannot hold."""
+    torchvision has no decoders. Raises what Pillow raises, and ValueError for what 8 bits cannot
+    hold."""
     require(os.path.isfile(path), "no regular file")     # a pipe would be waited for
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):
         image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
@@ -854,24 +923,31 @@ def read_image(path: str) -> Tensor:
         return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
 
 def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and labels (n,); equal for equal arguments.
-    They are gray, so that colour is no shortcut, and lit from above, so that a turn shows."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,), the same for the
+    same arguments. They are gray, so that colour is no shortcut, and lit from above, so that a turn
+    shows; place, direction, scale and contrast vary within a class."""
     g = rng("drawn", n, size, seed)
-    shift_x, shift_y, angle, frequency, contrast = torch.rand(5, n, 1, 1, generator=g)
-    angle = 2 * math.pi * angle
+    left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=g)
     axis = torch.linspace(-1, 1, size)
-    x = axis + shift_x - 0.5
-    y = axis[:, None] + shift_y - 0.5
-    u = (7 + 7 * frequency) * (x * angle.cos() + y * angle.sin())
-    v = (7 + 7 * frequency) * (y * angle.cos() - x * angle.sin())
-    stripes, checks, dots = u.sin(), 3 * u.sin() * v.sin(), u.cos() + v.cos() - 1
-    rings, waves = (1.5 * u.hypot(v)).sin(), (u + 1.5 * v.sin()).sin()
+    x = axis + left - 0.5
+    y = axis[:, None] + top - 0.5
+    angle = 2 * math.pi * direction
+    frequency = 7 + 7 * scale
+    u = frequency * (x * angle.cos() + y * angle.sin())
+    v = frequency * (y * angle.cos() - x * angle.sin())
+    stripes = u.sin()
+    checks = 3 * u.sin() * v.sin()
+    dots = u.cos() + v.cos() - 1
+    rings = (1.5 * u.hypot(v)).sin()
+    waves = (u + 1.5 * v.sin()).sin()
     nets = 4 * torch.maximum(u.cos(), v.cos()) - 3
-    labels = torch.arange(n) % 6
-    ink = torch.stack([stripes, checks, dots, rings, waves, nets])[labels, torch.arange(n)]
-    light = 0.2 * (1 - axis[:, None]) + (0.2 + 0.4 * contrast) * (3 * ink).sigmoid()     # (n, size, size)
-    images = light[:, None] + 0.04 * torch.randn(n, 3, size, size, generator=g)
-    return (images.clamp(0, 1) * 255).to(torch.uint8), labels
+    textures = torch.stack([stripes, checks, dots, rings, waves, nets])      # (6, n, size, size)
+    labels = torch.arange(n) % len(textures)
+    ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
+    light = 0.2 * (1 - axis[:, None]) + (0.2 + 0.4 * contrast) * ink
+    noise = 0.04 * torch.randn(n, 3, size, size, generator=g)
+    images = (light[:, None] + noise).clamp(0, 1)
+    return (255 * images).to(torch.uint8), labels
 
 def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
                ranks: int = 1) -> Iterator[list[Key]]:
@@ -887,7 +963,7 @@ def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
 
 # ==== 9. Training =================================================================================
 def setup() -> tuple[torch.device, int, int]:
-    """(device, rank, ranks): under torchrun a GPU per rank, or gloo ranks on a CPU; else one process."""
+    """(device, rank, ranks): under torchrun a GPU, or a CPU process, per rank; else one process."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -895,8 +971,12 @@ def setup() -> tuple[torch.device, int, int]:
         for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, value)
     if "RANK" in os.environ and not dist.is_initialized():
-        # gloo beside NCCL: what CPUs know is exchanged without waiting for the GPUs.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        # After a restart, torchrun's store still holds the addresses of the dead ranks: a prefix
+        # hides them. gloo beside NCCL lets CPUs exchange what they know without waiting for GPUs.
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank,
+                                world_size=ranks)
     ranks, rank = ranks_and_rank()
     mps = torch.backends.mps.is_available() and ranks == 1
     return torch.device("cuda" if cuda else "mps" if mps else "cpu"), rank, ranks
@@ -909,7 +989,8 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
                   cfg.position)
     if cfg.init:
         given = load_encoder(cfg.init)
-        require(given.shape == encoder.shape, f"--init {cfg.init}: {given.shape}, not {encoder.shape}")
+        require(given.shape == encoder.shape,
+                f"--init {cfg.init} holds {given.shape}, not {encoder.shape}")
         encoder.load_state_dict(given.state_dict())
     if method is None:
         base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
@@ -918,14 +999,14 @@ def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) ->
     return SER(base, cfg.equiv_layers if cfg.ratio > 0 else (), cfg.weight, cfg.temperature)
 
 def save_whole(path: Path, state: dict[str, Any]) -> None:
-    """Write beside `path`, then rename: a kill at any moment leaves the old file or the new, whole."""
+    """Write beside `path`, then rename: a kill at any moment leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint, its tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
+    """A checkpoint, tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
     kinds = dict(step=int, program=str, shape=dict, config=dict, images=str, model=dict)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -951,8 +1032,10 @@ def load_encoder(path: str | Path) -> ViT:
 
 FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}     # may change
 
-def resume(path: Path, identity: dict[str, Any], model: SER, optimizer: torch.optim.Optimizer) -> int:
-    """Load `path`, if it is there, and return its step. Raises UserError if it is of another run."""
+def resume(path: Path, identity: dict[str, Any], model: SER,
+           optimizer: torch.optim.Optimizer) -> int:
+    """Load `path`, if it is there, and return its step, else 0. identity: program, config and images
+    of this run. Raises UserError if they are others there."""
     if not path.exists():
         return 0
     state = load_checkpoint(path)
@@ -974,7 +1057,8 @@ def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
     for i, (title, images) in enumerate(columns.items()):
         ImageDraw.Draw(picture).text((160 * i, 2), title, "black")
         for j, image in enumerate(images[:6].clamp(0, 1)):
-            picture.paste(ImageOps.contain(to_pil_image(image), (152, 152)), (160 * i, 16 + 160 * j))
+            shown = ImageOps.contain(to_pil_image(image), (152, 152))
+            picture.paste(shown, (160 * i, 16 + 160 * j))
     picture.save(path)
 
 class Log:
@@ -987,7 +1071,8 @@ class Log:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
         self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
         self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
-        print(json.dumps(facts | {"command": " ".join(sys.argv), "config": vars(cfg)}), file=self.file)
+        facts = facts | {"command": " ".join(sys.argv), "config": vars(cfg)}
+        print(json.dumps(facts), file=self.file)
         self.broken: set[str] = set()
         self.reset(start)
 
@@ -1013,8 +1098,8 @@ class Log:
         return loaded
 
     def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
-        """Write a step's values, means over ranks, and rates since the last record; returns the mean
-        loss. Of a step, only this waits for the device."""
+        """Write a step's values, means over ranks, and rates since the last record; returns the
+        mean loss. Of a step, only this waits for the device."""
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
                    "waiting": self.waited / seconds, "broken": len(self.broken) * self.ranks,
@@ -1062,7 +1147,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         images=images, start=start, steps=steps, ranks=ranks, b2=b2, ratio=b2 / cfg.batch_size,
         lr=cfg.lr, warmup=cfg.warmup, device=device.type, torch=torch.__version__,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)))
-    # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter without gradient.
+    # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter that gets no
+    # gradient.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = iter(torch.utils.data.DataLoader(
         cfg.dataset(source), worker_init_fn=leave_signals, pin_memory=device.type == "cuda",
@@ -1080,7 +1166,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             if step == rank == 0 and batch.views[0].geometry:
                 base = loaded[0][0][-cfg.b2_images(ranks):]
                 save_views(path.with_name("views.png"), batch, base, cfg.patch_size)
-            # Forward. What a method draws here depends on the step alone, so a resumed run repeats it.
+            # Forward. What a method draws depends on the step alone, so a resumed run repeats it.
             seed_draws(cfg.seed, "step", step, rank)
             model.base.update(step / steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -1101,8 +1187,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
                 dist.all_reduce(stopping)
             if logs or stopping:
                 loss = log.record(done, losses | {"lr": optimizer.param_groups[0]["lr"]})
-                require(math.isfinite(loss), f"step {done}: the loss is {loss}; see log.jsonl for the "
-                        "cause, and lower --base-lr with a new --out")
+                require(math.isfinite(loss), f"step {done}: the loss is {loss}; log.jsonl shows "
+                        "how it came to that; try a lower --base-lr with a new --out")
             if rank == 0 and (saves or stopping):
                 save_whole(path, dict(
                     identity, step=done, shape=model.base.encoder.shape, model=model.state_dict(),
@@ -1163,10 +1249,16 @@ def guard(program: str, work: Callable[[], Any]) -> int:
 
 def main(argv: Sequence[str] | None = None, kind: type = Config,
          build: Callable[[Any], SER] = build) -> int:
-    """Train as the command line says; returns the exit code."""
+    """Train as the command line says; returns the exit code. The third stop signal ends at once."""
     stop: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop.append(number))
+
+    def remember(number: int, frame: Any) -> None:
+        stop.append(number)
+        if len(stop) == 3:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
     return guard(kind.program, lambda: train(parse(argv, kind), build, stop))
 
 def leave(code: int) -> None:

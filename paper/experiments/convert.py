@@ -30,8 +30,8 @@ from ser import UserError, ViT, require
 
 MOCO = ("module.base_encoder.", "module.momentum_encoder.")     # online, momentum
 
-LATE = """{path}: its [CLS] enters after block {layer}. timm's ViT has it from the first block on: it
-takes these weights, says that all keys match, and computes other features. Write instead
+LATE = """{path}: its [CLS] enters after block {layer}. timm's ViT has it from the first one on:
+it takes these weights, says that all keys match, and computes other features. Write instead
     encoder = ser.load_encoder("{path}")
     encoded = encoder([ser.normalise(x)], [{layer}])[0]     # x: (B, 3, S, S) in [0, 1]
     features = encoded.cls                                # (B, D)
@@ -55,7 +55,7 @@ def foreign_weights(path: str, momentum: bool) -> tuple[dict[str, Tensor], bool]
     return {name: w for name, w in state.items() if not name.startswith("head")}, of_moco
 
 def from_timm(weights: dict[str, Tensor], heads: int, cls_layer: int = 0) -> ViT:
-    """Our ViT with timm's weights. heads 0: width / 64. Raises UserError for what is no plain ViT."""
+    """Our ViT with timm's weights. heads 0: width / 64. Raises UserError for other models."""
     missing = {"cls_token", "pos_embed", "patch_embed.proj.weight"} - set(weights)
     require(not missing, f"no ViT of timm's with a [CLS]: without {' '.join(sorted(missing))}")
     weights = dict(weights)
@@ -89,7 +89,7 @@ def to_timm(encoder: ViT) -> dict[str, Tensor]:
     return weights
 
 def checkpoint(encoder: ViT, about: dict[str, Any]) -> dict[str, Any]:
-    """What ser.load_encoder reads: the weights of the encoder alone; about: step, config and so on."""
+    """What ser.load_encoder reads: the encoder's weights alone; about: step, config and others."""
     weights = {f"base.encoder.{name}": w for name, w in encoder.state_dict().items()}
     return about | {"shape": encoder.shape, "model": weights}
 

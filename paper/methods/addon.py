@@ -8,8 +8,8 @@ them, and their checkpoints, logs and evaluation are those of ser.py.
     L_eq  = the method's own loss on f_1, f_2, ...
     loss  = L_inv + weight * L_eq
 
-The paper's table "layer decoupling" moves EquiMod and AugSelf to layer 3, which is `--layer 3` here,
-"keeping the rest of each method unchanged". `--base` chooses MoCo-v3, DINO or Barlow Twins.
+The paper's table "layer decoupling" moves EquiMod and AugSelf to layer 3 (`--layer 3`), "keeping
+the rest of each method unchanged". `--base` chooses MoCo-v3, DINO or Barlow Twins.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Extra:
                 second._replace(blur=self.blur[1], solarize=self.solarize[1]))
 
 def on(name: str, extra: type) -> type:
-    """The settings of an add-on on a base method: the fields of both; `extra`'s replace the base's."""
+    """The settings of an add-on on a base method: all fields; `extra`'s replace the base's."""
     kind = BASES[name][0]
     small = kind.drawn | extra.drawn
     del small["equiv_layers"]
@@ -127,8 +127,8 @@ class AddOn(nn.Module):
         return losses | self.base.diagnostics | found
 
 def perceptron(*widths: int, bias: bool) -> nn.Sequential:
-    """Linear layers without biases, each followed by BatchNorm and ReLU, but for the last one, which
-    nothing follows and which has a bias if `bias`."""
+    """Linear layers without biases, each followed by BatchNorm and ReLU, but for the last one: it
+    has a bias if `bias`, and nothing follows."""
     parts: list[nn.Module] = []
     fan_in = widths[0]
     for fan_out in widths[1:-1]:
@@ -138,7 +138,7 @@ def perceptron(*widths: int, bias: bool) -> nn.Sequential:
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """InfoNCE from a (n, K) to b (n, K) and back: the sum, which is 4T ln(R n) at chance, and the
-    share of the rows of a that find their own row of b. Both sides carry gradient, over all ranks."""
+    share of the rows of a that find their own row of b. Both sides carry gradient."""
     forth, top1 = info_nce(a, b, temperature)
     back, _ = info_nce(b, a, temperature)
     return forth + back, top1

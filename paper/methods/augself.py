@@ -15,12 +15,12 @@
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
     ... --blur 0.5 0.5 --solarize 0 0 --saturation 0.4        T of the release's AugSelf
-    ... --tasks rotation --out runs/augself-rotation          the release's variant: views are turned
+    ... --tasks rotation --out runs/augself-rotation          the release's variant, turned views
     python eval_linear.py --checkpoint runs/augself/last.pt --data /imagenet
 
-Its own paper has ResNets, and with MoCo-v2 takes f_2 from the momentum branch, without gradient; here
-both features are online, as in its SimSiam version and in the release. The table's 43.7 M count a head
-that the release has in its place; the two heads that it trains make 44.2 M.
+Its own paper has ResNets and, with MoCo-v2, f_2 from the momentum branch, without gradient. Here
+both features are online, as in its SimSiam version and in the release. The table's 43.7 M are with
+one head that the release does not train with; the two that it does make 44.2 M.
 """
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from paper.methods import addon
 from ser import INF, TINY, Batch, Crop, Geometry, Jitter, Key, View, require, setting
 
 TASKS = ("crop", "color", "rotation")
-# Half of the views are turned, by 0 to 3: two turn alike with probability 0.625^2 + 3 * 0.125^2, and
-# each of the other three answers is right with probability 0.1875. The chance level is the entropy.
+# Half of the views are turned, by 0 to 3: two are alike with probability 0.625^2 + 3 * 0.125^2, and
+# each of the other three answers has 0.1875. The loss at chance is the entropy.
 ROTATION_TOP1 = 0.4375
 ROTATION_CHANCE = -ROTATION_TOP1 * math.log(ROTATION_TOP1) - 0.5625 * math.log(0.1875)
 
@@ -125,8 +125,8 @@ class AugSelf(addon.AddOn):
         return (first.geometry.turns - second.geometry.turns) % 4
 
     def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """The sum of the tasks' losses, over both orders of the views in one batch of 2B rows. Chance
-        is a head that always says 0; for rotation, how often each answer is right."""
+        """The sum of the tasks' losses, both orders of the views in one batch of 2B rows. Chance is
+        a head that always says 0; for rotation, one that knows how often each answer is right."""
         f1, f2 = features
         pairs = torch.cat([torch.cat([f1, f2], dim=1), torch.cat([f2, f1], dim=1)])     # (2B, 2D)
         total = 0.0

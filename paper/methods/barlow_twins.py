@@ -1,13 +1,10 @@
-"""Barlow Twins + SER: the Barlow Twins rows of the paper's Table 2 (linear top-1: 63.34, + SER 64.02).
+"""Barlow Twins + SER: the paper's Table 2 (linear top-1: 63.34, + SER 64.02).
 
-    python -m paper.methods.barlow_twins                      a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet   Barlow Twins + SER
-    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet --ratio 0 \
-        --cls-layer 0 --out runs/barlow-plain                                    Barlow Twins alone
-    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet --weight 0 \
-        --out runs/barlow-control                             Barlow Twins + SER with lambda = 0
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet \
-        --checkpoint runs/barlow_twins/last.pt
+    python -m paper.methods.barlow_twins                 a small ViT on drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet     both
+        ... --weight 0 --out runs/barlow-control                          the same with lambda 0
+        ... --ratio 0 --cls-layer 0 --out runs/barlow-plain               Barlow Twins alone
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/barlow/last.pt
 
 Two views of an image should give the same features, and different features should not repeat one
 another: the cross-correlation of the two views' features over the batch should be the identity
@@ -40,7 +37,7 @@ from ser import INF, TINY, View, ViT, mlp, setting, warmup_cosine
 @dataclasses.dataclass(frozen=True)
 class Settings(ser.Common):
     """What Barlow Twins + SER sets otherwise than MoCo-v3 + SER, and what it has beside."""
-    out: str = setting("runs/barlow_twins", 0, 0, "folder of the run; a run that is there continues")
+    out: str = setting("runs/barlow", 0, 0, "folder of the run; a run that is there continues")
     # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script
     # has 1. It is lambda / scale that counts, as AdamW does not see a factor of the whole loss.
     weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper: 0.5)")
@@ -49,7 +46,7 @@ class Settings(ser.Common):
     # Choice: AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS.
     base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
     weight_decay: float = setting(0.1, 0, INF, "of AdamW, on all parameters (release: 0.1)")
-    clip: float = setting(0.3, 0, INF, "greatest gradient norm of a parameter; 0: none (release: 0.3)")
+    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient; 0: none (release: 0.3)")
     hidden: int = setting(8192, 2, INF, "width K of the projector's layers (Barlow Twins: 8192)")
     off_diagonal: float = setting(0.0051, 0, INF, "w of Eq. 1 (Barlow Twins: 0.0051)")
     drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(hidden=512, base_lr=1e-3, off_diagonal=0.02)
@@ -67,9 +64,10 @@ class Settings(ser.Common):
 
 # ==== 2. The loss =================================================================================
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks, with its gradient: what a rank adds enters the loss of every rank, so that
-    its gradient is the sum of theirs. With the mean over ranks that DDP then takes, R ranks equal one
-    process; with the official all_reduce, which passes no gradient, L_inv would weigh R times less."""
+    """The sum over ranks, with its gradient: what a rank adds enters the loss of every rank, so
+    that its gradient is the sum of theirs. With the mean over ranks that DDP then takes, R ranks
+    equal one process; with the official all_reduce, which passes no gradient, L_inv would weigh R
+    times less."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -98,8 +96,8 @@ def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
 
 # ==== 3. The method ===============================================================================
 class BarlowTwins(nn.Module):
-    """Barlow Twins as a base method of SER (ser.py, section 5); b1 and b2 make one batch, and there is
-    no second network."""
+    """Barlow Twins as a base method of SER (ser.py, section 5); b1 and b2 make one batch, and there
+    is no second network."""
     # Choice: crops are bilinear, as all of ser.py; Barlow Twins and the release have bicubic ones.
 
     def __init__(self, encoder: ViT, cfg: Settings):
@@ -117,8 +115,8 @@ class BarlowTwins(nn.Module):
         """Nothing moves between the steps."""
 
     def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
-        """L_inv, a scalar, from the [CLS] (B / R, D) of each of the two views, which SER has encoded;
-        it has no use for the images."""
+        """L_inv, a scalar, from the [CLS] (B / R, D) of each of the two views, which SER has
+        encoded; it has no use for the images."""
         z1 = self.projector(cls[0]).float()
         z2 = self.projector(cls[1]).float()
         with torch.autocast(z1.device.type, enabled=False):
@@ -128,8 +126,8 @@ class BarlowTwins(nn.Module):
         return self.cfg.scale * loss
 
     def diagnose(self, c: Tensor, images: int) -> None:
-        """For the log: the mean of the diagonal of C, which should become 1; the root mean square of
-        the rest, which should become 0; and L_inv of features that have nothing to do with one
+        """For the log: the mean of the diagonal of C, which should become 1; the root mean square
+        of the rest, which should become 0; and L_inv of features that have nothing to do with one
         another, whose C_ij are 0 with variance 1 / B. c: (K, K)."""
         features = len(c)
         others = features * (features - 1)

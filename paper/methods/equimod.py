@@ -17,9 +17,9 @@
     python eval_linear.py --checkpoint runs/equimod/last.pt --data /imagenet
 
 `eqgain` in the log is the mean of cos(y, yhat) - cos(y, y_0): above 0 the action is used.
-Its own paper has SimCLR and BYOL with a ResNet-50, a projector 2048 wide, and an L_eq whose negatives
-are y and yhat alike; here they are on the other side only, as in the release. L_inv is a sum of two
-directions and L_eq a mean, as there; with SimCLR both are means, and L_eq weighs twice as much.
+Its own paper has SimCLR and BYOL, a ResNet-50 and a projector 2048 wide. The negatives of its L_eq
+are other y and other yhat alike; here they are of the other side only, as in the release. Its L_inv
+and L_eq are means; here L_inv is MoCo-v3's sum of two directions, so that L_eq weighs half as much.
 """
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Extra(addon.Extra):
 # Choice: the true ones. Those of the official code, and so of the release, have the deviations of a
 # jitter twice as strong, and for blur and solarization what no policy gives. A linear layer and
 # BatchNorm follow, so this changes only what each parameter weighs at the beginning.
-# Choice: the box is in shares of the image. Theirs is in pixels of the file, and so mixes in its size.
-# Its constants are measured on images of 500 x 375 pixels; all others are in closed form.
+# Choice: the box is in shares of the image. Theirs is in pixels of the file, whatever its size.
+# Its constants are measured, on images of 500 x 375 pixels; all others are in closed form.
 PARAMETERS = {
     "top": (0.140, 0.136),
     "left": (0.218, 0.161),
@@ -106,7 +106,7 @@ class EquiMod(addon.AddOn):
 
     def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """InfoNCE between the views' embeddings and their predictions, the mean of the two ways."""
-        # Choice: BatchNorm sees one view at a time, as in the release; officially all three at once.
+        # Choice: BatchNorm sees a view at a time, as in the release; officially all three at once.
         y1, y2, y0 = (self.heads["project"](f) for f in features)
         y = torch.cat([y1, y2])                                                         # (2B, 128)
         plain = torch.cat([y0, y0])

@@ -1,13 +1,10 @@
 """MoCo-v3 + SER with 2 + 4 views: the "2+4 view" row of the paper's Table 1 (linear top-1 71.56).
 
-    python -m paper.methods.multicrop                         a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet     2 x 224, 4 x 96 pixels
-    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet --ratio 0 \
-        --cls-layer 0 --out runs/multicrop-plain                            MoCo-v3 with 2 + 4 views
-    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet --weight 0 \
-        --out runs/multicrop-control                                        + SER with lambda = 0
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet \
-        --checkpoint runs/multicrop/last.pt
+    python -m paper.methods.multicrop                    a small ViT on drawn images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet   2 x 224, 4 x 96 pixels
+        ... --weight 0 --out runs/multicrop-control                       the same with lambda 0
+        ... --ratio 0 --cls-layer 0 --out runs/multicrop-plain            MoCo-v3 with 2 + 4 views
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/multicrop/last.pt
 
 Two global views, as MoCo-v3's own, and four local ones, small pictures of small crops (paper A.1):
 
@@ -19,8 +16,8 @@ Two global views, as MoCo-v3's own, and four local ones, small pictures of small
 
 A view of b2 is the whole image at the size of the view, with a g of its own; a local one has a grid
 of about 6 x 6 tokens. The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of
-two views, and the momentum encoder no more than before: what that costs on a clock, packed or with a
-pass for each resolution, `python -m paper.experiments.overhead --rows packed` measures.
+two views, and the momentum encoder no more than before: what that costs on a clock, packed or with
+a pass for each resolution, `python -m paper.experiments.overhead --rows packed` measures.
 
 What is MoCo-v3's and SER's stands in ser.py; here are the views and who is compared with whom.
 Axes: B images, D width of the encoder, K projection.
@@ -40,10 +37,11 @@ from ser import INF, TINY, MoCoV3, Policy, View, ViT, info_nce, setting
 class Settings(ser.Config):
     """The settings of MoCo-v3 + SER, and those of the local views."""
     out: str = setting("runs/multicrop", 0, 0, "folder of the run; a run that is there continues")
-    local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, which makes 2 + 4 views)")
+    local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, so 2 + 4 views)")
     local_size: int = setting(96, 2, INF, "side of a local view, pixels (paper: 96)")
     # Choice: crops of 5% to 25% and blur with probability 0.5 are DINO's, as in the release; which
-    # leaves grayscale out of the local views, where the paper keeps all photometric operations (3.2).
+    # leaves grayscale out of the local views, where the paper keeps all photometric operations
+    # (3.2).
     local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05)")
     local_crop_max: float = setting(0.25, TINY, 1, "largest area of a local crop (DINO: 0.25)")
     drawn: ClassVar[dict[str, Any]] = ser.Config.drawn | dict(
