@@ -104,7 +104,7 @@ class Split(NamedTuple):
 
 def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[str], Split]:
     """The class folders of `root` and their images, labelled by the places of the folders' names in
-    `classes` (none: among themselves). Raises UserError, naming the flag `name`, for other folders."""
+    `classes` (none: among themselves). Raises UserError, with the flag `name`, for others."""
     entries = list(os.scandir(root)) if os.path.isdir(root) else []
     own = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     require(len(own) > 0, f"{name} {root}: no such folder, or no class folders in it")
@@ -271,8 +271,8 @@ class Frozen:
                 # and counts as wrong, so that all encoders are measured on as many images.
                 broken |= {source[batch[row][1]] for row in (labels < 0).nonzero()[:, 0].tolist()}
                 n = len(source)
-                require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of {name} "
-                        f"cannot be read, as {min(broken, default='')}: mend or remove them")
+                require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of "
+                        f"{name} cannot be read, as {min(broken, default='')}: mend or remove them")
                 yield features, labels
         finally:     # its processes outlive an exception whose traceback holds the loader
             if hasattr(loader, "_shutdown_workers"):
@@ -419,7 +419,7 @@ def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
 @torch.no_grad()
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
         k: int = 20) -> float:
-    """Share of the test features (n, D), labels (n,), whose class the k nearest in train (m, D), (m,)
+    """Share of the test features (n, D), labels (n,), whose class the k nearest of train (m, D)
     tell by a vote: cosine similarity s, weight exp(s / .07), as DINO's."""
     train = F.normalize(train, dim=1)
     size = max(1, 2 ** 28 // len(train))     # blocks of similarities of at most 1 GB
@@ -604,7 +604,7 @@ def report(result: dict[str, Any]) -> str:
                  for measure in ("retrieval", "score", "centred")]
         lines.append(line(f"{row['element']}, after block {row['block']}", cells))
     lines.append(line("chance", (f"{found['chance']:.4f}", "-", "0")))
-    lines.append("  The cosine alone misleads: it is 1 where all tokens are equal and no map is left.")
+    lines.append("  The cosine misleads alone: it is 1 where all tokens are equal, and no map is.")
     if "knn_untrained" in result:
         before, after = (result[name]["val"]["top1"] for name in ("knn_untrained", "knn"))
         lines.append(line("20-NN accuracy, %", [f"{before:.2f} -> {after:.2f}"]))
@@ -612,7 +612,7 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracy for the screen: a row per learning rate, a column per set, chance and notes below."""
+    """Accuracy for the screen: a row per learning rate, a column per set, chance below, notes."""
     sets = list(result["chance"])
 
     def row(title: str, found: dict[str, Any]) -> str:
