@@ -200,7 +200,7 @@ class Crops(torch.utils.data.Dataset):
             return ser.resize(image[None], (self.size, self.size))[0], label
         if epoch is None:
             return centre_crop(image, self.size), label
-        torch.manual_seed(ser.seed_of(self.seed, "eval", epoch, index))
+        ser.seed_draws(self.seed, "eval", epoch, index)
         return ser.cut(image, ser.sample_crop(image, (0.08, 1.0)), self.size), label
 
 def training_keys(images: int, batch: int, begin: int, cfg: Settings) -> Iterator[list]:
