@@ -73,8 +73,8 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     generator: torch.Generator | None = None) -> Geometry:
     """Draw a flip and turns for each of `batch` images, and one grid for all of them.
 
-    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform), sides rounded: 10
-    to 18 tokens for grid 14. What `elements` leaves out stays the identity, and the draws of the
+    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform), sides rounded:
+    10 to 18 tokens for grid 14. What `elements` leaves out stays the identity, and the draws of the
     others do not change. Raises ValueError for an unknown element.
     """
     if not set(elements) <= {"rot90", "hflip", "scale"}:
@@ -518,7 +518,7 @@ class AllGather(torch.autograd.Function):
     """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
 
     A rank's rows enter the loss of every rank, so their gradient is the sum over ranks; with the
-    mean that DDP then takes, R ranks equal one process. All ranks raise ValueError if shapes differ.
+    mean that DDP then takes, R ranks equal one process. If shapes differ, all raise ValueError.
     """
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -880,7 +880,7 @@ def check(cfg: Common, ranks: int) -> None:
     b2 = cfg.b2_images(ranks) * ranks
     least = max(2, ranks) / cfg.batch_size
     require(cfg.ratio == 0 or b2 >= 2, f"--ratio {cfg.ratio} of --batch-size {cfg.batch_size} is "
-            f"{b2} images on {ranks} ranks, L_equiv needs two: try --ratio {least:.3g}, or --ratio 0")
+            f"{b2} images on {ranks} ranks, L_equiv needs 2: try --ratio {least:.3g}, or --ratio 0")
     require(set(cfg.group) <= {"rot90", "hflip", "scale"},
             f"--group {' '.join(cfg.group)}: choose among rot90 hflip scale")
 
@@ -971,12 +971,8 @@ def setup() -> tuple[torch.device, int, int]:
         for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, value)
     if "RANK" in os.environ and not dist.is_initialized():
-        # After a restart, torchrun's store still holds the addresses of the dead ranks: a prefix
-        # hides them. gloo beside NCCL lets CPUs exchange what they know without waiting for GPUs.
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank,
-                                world_size=ranks)
+        # gloo beside NCCL: what CPUs know is exchanged without waiting for the GPUs.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks, rank = ranks_and_rank()
     mps = torch.backends.mps.is_available() and ranks == 1
     return torch.device("cuda" if cuda else "mps" if mps else "cpu"), rank, ranks
@@ -1034,8 +1030,8 @@ FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"} 
 
 def resume(path: Path, identity: dict[str, Any], model: SER,
            optimizer: torch.optim.Optimizer) -> int:
-    """Load `path`, if it is there, and return its step, else 0. identity: program, config and images
-    of this run. Raises UserError if they are others there."""
+    """Load `path`, if it is there, and return its step, else 0. identity: program, config and
+    images of this run. Raises UserError if they are others there."""
     if not path.exists():
         return 0
     state = load_checkpoint(path)
