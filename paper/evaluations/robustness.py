@@ -166,7 +166,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
     identity = {"sha256": digest, "head": weight, "difficulty": cfg.difficulty}
     done = measured(cfg.result, identity)
-    result = {"checkpoint": cfg.checkpoint, "step": step, **identity, "sets": done}
+    result = {"checkpoint": cfg.checkpoint, "step": step, **identity,
+              "classes": len(head.classes), "sets": done}
     for name, folder in find_sets(cfg).items():
         if done.get(name, {}).get("folder") == str(folder):
             continue
@@ -176,17 +177,18 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
             eval_linear.write_json(cfg.result, result)
     return result
 
+def over_severities(sets: dict[str, Any], name: str, measure: str) -> float | None:
+    """The mean of a measure of a corruption over its severities; None where one is missing."""
+    # Choice: the paper is silent about severities; C is usually scored by the mean over all five.
+    found = [sets.get(f"c/{name}/{severity}") for severity in SEVERITIES]
+    return mean(one[measure] for one in found) if all(found) else None
+
 def row(sets: dict[str, Any], kind: str, measure: str) -> list[float | None]:
     """A measure of every column of the paper's table of C or P; None where a set is missing."""
-    if kind == "p":
-        found = [sets.get(f"p/{name}") for name in PERTURBATIONS]
-        return [one[measure] if one else None for one in found]
-    values = []
-    for name in CORRUPTIONS:
-        found = [sets.get(f"c/{name}/{severity}") for severity in SEVERITIES]
-        # Choice: the paper is silent about severities; the mean over all five is C's usual score.
-        values.append(mean(one[measure] for one in found) if all(found) else None)
-    return values
+    if kind == "c":
+        return [over_severities(sets, name, measure) for name in CORRUPTIONS]
+    found = [sets.get(f"p/{name}") for name in PERTURBATIONS]
+    return [one[measure] if one else None for one in found]
 
 def cells(values: Sequence[float | None], kind: str) -> str:
     """The columns and their mean, of P also that over the ten, for the screen."""
@@ -201,6 +203,8 @@ def table(result: dict[str, Any]) -> str:
     """The result for the screen, in the paper's order of columns, its rows below ours."""
     sets = result["sets"]
     lines = [f"{result['checkpoint']}, step {result['step']}"]
+    if result["classes"] != 1000:
+        lines.append(f"{result['classes']} classes, not 1000: the paper's rows are of another task")
     for kind, title in (("c", "ImageNet-C"), ("p", "ImageNet-P")):
         if not any(name.startswith(kind) for name in sets):
             continue
@@ -220,9 +224,11 @@ def table(result: dict[str, Any]) -> str:
     if all(map(all, severities.values())):
         top1 = {name: [one["top1"] for one in found] for name, found in severities.items()}
         lines.append(f"mCE {mean_corruption_error(top1):.2f} % (AlexNet 100, ResNet-50 76.7)")
+    for name in EXTRA:
+        extra = [over_severities(sets, name, measure) for measure in ("top1", "top5")]
+        if None not in extra:
+            lines.append(f"extra, in no mean: {name}, top-1 {extra[0]:.2f} %, top-5 {extra[1]:.2f} %")
     for name, found in sets.items():
-        if name.split("/")[1] in EXTRA and name.startswith("c/"):
-            lines.append(f"extra, in no mean: {name} {found['top1']:.2f} {found['top5']:.2f}")
         if found["broken"]:
             lines.append(f"{len(found['broken'])} broken files in {name}, counted as wrong: "
                          f"{found['broken'][0]}")
