@@ -1,0 +1,188 @@
+"""AugSelf: what it predicts, in closed form and against the pixels of the views, and its loss.
+
+    python -m pytest -q paper/tests/test_augself.py
+"""
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision.transforms.functional as TF
+
+import ser
+from paper.methods import augself
+from paper.tests.test_addon import drawn, settings, toy
+from ser import Crop, Jitter, Key
+from test_ser import close, seeded
+
+def crop(top, left, height, width, flip):
+    return Crop(*(torch.tensor([value]) for value in (top, left, height, width, flip)))
+
+def jitter(**changes):
+    """A batch of one."""
+    fields = {name: torch.tensor([value]) for name, value in changes.items()}
+    return Jitter(*(torch.as_tensor(value).view(1, -1).squeeze(1) for value in Jitter()))._replace(
+        **fields)
+
+# ==== Targets =====================================================================================
+@pytest.mark.parametrize("flip1, flip2, own, first", [
+    (False, False, 0.25 - 0.7, 0.25 - 0.7), (True, False, 0.75 - 0.7, 0.75 - 0.3),
+    (False, True, 0.25 - 0.3, 0.25 - 0.7), (True, True, 0.75 - 0.3, 0.75 - 0.3)])
+def test_the_crop_target_of_two_known_boxes(flip1, flip2, own, first):
+    """Centers (.3, .25) and (.6, .7), sizes (.4, .3) and (.2, .6); a flip mirrors center x."""
+    a = crop(0.1, 0.1, 0.4, 0.3, flip1)
+    b = crop(0.5, 0.4, 0.2, 0.6, flip2)
+    close(augself.crops(a, b), torch.tensor([[0.3 - 0.6, own, 0.2, -0.3]]))
+    close(augself.crops(a, b, "first"), torch.tensor([[0.3 - 0.6, first, 0.2, -0.3]]))
+
+def test_a_recorded_box_is_what_torchvision_cuts():
+    """A box of whole pixels: resized_crop of (top, left, height, width), then hflip."""
+    image = torch.randint(256, (3, 40, 20), generator=seeded(), dtype=torch.uint8)
+    for flip in (False, True):
+        wanted = TF.resized_crop(image, 10, 4, 24, 12, [16, 16], antialias=True)
+        found = ser.cut(image, Crop(10 / 40, 4 / 20, 24 / 40, 12 / 20, flip), 16)
+        close(found.float(), (TF.hflip(wanted) if flip else wanted).float(), 1)
+
+def test_the_crop_target_is_what_the_pixels_of_the_views_say():
+    """Each pixel holds its own place, so that the mean of a view is the center of its box, and its
+    spread the box's size; in the mirrored image center x is 1 minus that."""
+    places = (torch.arange(200) + 0.5) / 200
+    image = torch.stack([places.view(-1, 1).expand(200, 200), places.expand(200, 200),
+                         torch.zeros(200, 200)])
+    cfg = settings("augself")
+    data = cfg.dataset(image[None])
+    flips = set()
+    for index in range(12):
+        draws = data.draw(Key(0, index, index, False), image)
+        measured = []
+        for box, _ in draws:
+            view = ser.cut(image, box, 64)
+            y, x = view[0].mean(), view[1].mean()
+            height, width = view[0, -1, 0] - view[0, 0, 0], (view[1, 0, -1] - view[1, 0, 0]).abs()
+            mirrored = bool(view[1, 0, 0] > view[1, 0, -1])
+            measured.append(torch.stack([y, 1 - x if mirrored else x, height, width]))
+            flips.add(mirrored)
+        crops = [Crop(*(torch.tensor([value]) for value in box)) for box, _ in draws]
+        close(augself.crops(*crops)[0], measured[0] - measured[1], 0.02)
+    assert flips == {False, True}
+
+def test_the_color_target_is_the_factors_place_in_its_range():
+    """(factor - 1) / width of the range, hue / width, of the factor that the pixels show."""
+    a = jitter(brightness=0.7, contrast=1.4, saturation=0.9, hue=-0.05)
+    close(augself.colors(a, jitter()), torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))
+    close(augself.colors(a, jitter(), 0.4), torch.tensor([[-0.375, 0.5, -0.125, -0.25]]))
+    gray = torch.full((1, 3, 4, 4), 0.5)
+    shown = ser.photometric(gray, a._replace(contrast=torch.ones(1))) * ser.STD + ser.MEAN
+    factor = shown.mean() / 0.5
+    close((factor - 1) / 0.8, torch.tensor(-0.375), 1e-4)
+
+@pytest.mark.parametrize("strength", [0.2, 0.4])
+def test_the_color_target_is_a_difference_of_uniform_draws(strength):
+    """In [-1/2, 1/2] for one view, 0 in the fifth of the views that T does not jitter."""
+    data = settings("augself", saturation=strength).dataset(torch.zeros(1, 3, 8, 8))
+    image = torch.zeros(3, 8, 8)
+    found = []
+    for index in range(400):
+        for _, draw in data.draw(Key(0, index, index, False), image):
+            found.append(draw)
+    columns = [torch.tensor(column) for column in list(zip(*found))[:4]]
+    one = Jitter(*columns)
+    w = augself.colors(one, Jitter(*(torch.full((800,), v) for v in Jitter()[:4])), strength)
+    assert (w.abs() <= 0.5).all() and (w.abs().amax(0) > 0.48).all()
+    assert abs((w == 0).all(1).float().mean() - 0.2) < 0.05
+    close(w.square().mean(0), torch.full((4,), 0.8 / 12), 0.02)
+
+def test_swapped_views_negate_all_targets_and_equal_views_give_zero():
+    cfg, model = toy("augself")
+    first, second = drawn(cfg).views
+    for task in ("crop", "color"):
+        forth = model.target(task, first, second)
+        assert forth.shape == (8, 4) and forth.abs().sum() > 0
+        assert torch.equal(model.target(task, second, first), -forth)
+        assert model.target(task, first, first).abs().sum() == 0
+
+# ==== Loss ========================================================================================
+def test_a_head_that_says_0_has_the_loss_of_chance():
+    """.5 * (mean of squared crop targets + that of color), the weight of each task on top."""
+    cfg, model = toy("augself")
+    for head in model.heads.values():
+        head[-1].weight.data.zero_()
+        head[-1].bias.data.zero_()
+    batch = drawn(cfg)
+    losses = model(batch)
+    expected = 0.0
+    for task in ("crop", "color"):
+        expected = expected + model.target(task, *batch.views).square().mean()
+    close(losses["equiv"].double(), expected)
+    close((losses["loss"] - losses["inv"]).double(), 0.5 * expected)
+    close(torch.as_tensor(losses["equiv_chance"]).double(), expected)
+
+def test_the_loss_is_the_mean_over_both_orders_of_the_views():
+    """Slow: image by image, [f_1 | f_2] against (1, 2) and [f_2 | f_1] against (2, 1)."""
+    cfg, model = toy("augself")
+    model.eval()     # so that a row can be told alone
+    views = drawn(cfg).views
+    features = torch.randn(2, 8, 16, generator=seeded(1))
+    total = 0.0
+    for task, i, (a, b) in itertools.product(("crop", "color"), range(8), ((0, 1), (1, 0))):
+        said = model.heads[task](torch.cat([features[a, i], features[b, i]])[None])[0].tanh()
+        target = model.target(task, views[a], views[b])[i]
+        total = total + (said - target).square().sum() / 4 / 16
+    close(model.extra([*features], views)[0].double(), total)
+
+def test_a_head_is_three_layers_of_512():
+    head = augself.build(settings("augself")).heads["crop"]
+    kinds = [type(layer).__name__ for layer in head]
+    assert kinds == ["Linear", "BatchNorm1d", "ReLU"] * 2 + ["Linear"]
+    assert [tuple(head[i].weight.shape) for i in (0, 3, 6)] == [(512, 32), (512, 512), (4, 512)]
+    assert head[0].bias is None and head[3].bias is None and head[6].bias is not None
+
+# ==== The rotation variant ========================================================================
+def test_rotation_turns_the_views_and_predicts_the_difference():
+    """Counter-clockwise; both the base method and the head see the turned views."""
+    cfg, model = toy("augself", tasks=("rotation",))
+    batch = drawn(cfg)
+    seen = []
+    model.base.encoder.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[0]))
+    keys = []
+    model.base.momentum_encoder.register_forward_pre_hook(lambda _, inputs: keys.extend(inputs[0]))
+    torch.manual_seed(0)
+    model(batch)
+    torch.manual_seed(0)
+    views = model.views(batch)
+    for turned, view, x, key in zip(views, batch.views, seen, keys):
+        assert torch.equal(x, turned.images[0]) and torch.equal(key, x)
+        for image, base, k in zip(x, view.images[0], turned.geometry.turns):
+            assert torch.equal(image, torch.rot90(base, int(k), (1, 2)))
+    k1, k2 = (view.geometry.turns for view in views)
+    assert model.target("rotation", *views).tolist() == [(a - b) % 4 for a, b in zip(
+        k1.tolist(), k2.tolist())]
+    assert len(set(k1.tolist())) > 1 and k1.tolist() != k2.tolist()
+
+def test_rotations_chance_is_that_of_its_draws():
+    """k is 0 with probability 1/2 + 1/8, and 1, 2, 3 with 1/8 each."""
+    p = [5 / 8, 1 / 8, 1 / 8, 1 / 8]
+    difference = [sum(p[a] * p[(a - d) % 4] for a in range(4)) for d in range(4)]
+    assert augself.ROTATION_TOP1 == pytest.approx(difference[0])
+    entropy = -sum(q * math.log(q) for q in difference)
+    assert augself.ROTATION_CHANCE == pytest.approx(entropy)
+    torch.manual_seed(0)
+    view = ser.View([torch.zeros(4000, 3, 4, 4)], None, None, None)
+    found = torch.bincount(augself.turn(view).geometry.turns, minlength=4) / 4000
+    close(found, torch.tensor(p), 0.03)
+
+def test_rotations_loss_is_cross_entropy_over_both_orders():
+    cfg, model = toy("augself", tasks=("rotation",))
+    model.eval()
+    torch.manual_seed(5)
+    views = model.views(drawn(cfg))
+    f1, f2 = torch.randn(2, 8, 16, generator=seeded(1))
+    forth = model.heads["rotation"](torch.cat([f1, f2], 1))
+    back = model.heads["rotation"](torch.cat([f2, f1], 1))
+    k = views[0].geometry.turns - views[1].geometry.turns
+    wanted = (F.cross_entropy(forth, k % 4) + F.cross_entropy(back, -k % 4)) / 2
+    loss, found = model.extra([f1, f2], views)
+    close(loss, wanted)
+    right = torch.cat([forth.argmax(1) == k % 4, back.argmax(1) == -k % 4]).float().mean()
+    close(found["rotation_top1"], right)
