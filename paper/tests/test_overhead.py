@@ -1,24 +1,24 @@
-"""What paper/overhead.py compares: that both sides do the same work, and that its counts are the paper's.
+"""What paper.experiments.overhead compares: both sides do the same work, and its counts are the
+paper's.
 
-    python -m pytest -q paper/test_overhead.py
+    python -m pytest -q paper/tests/test_overhead.py
 """
 import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torchvision
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import ser
-from paper import overhead
+from paper.experiments import macs, overhead
+from test_ser import TOY as SMALL
+from test_ser import close
 
-TOY = dict(image_size=32, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, equiv_layers=(1,), ratio=0.5,
-           moco_hidden=16, batch_size=8)
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
+TOY = SMALL | dict(image_size=32, patch_size=4)
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
@@ -26,40 +26,44 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(overhead, "CUDA", False)
     monkeypatch.setattr(overhead, "DEVICE", torch.device("cpu"))
 
-def flops(function):
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
-
 def test_counts_are_the_papers_and_the_command_writes_them_as_json(tmp_path, capsys):
-    """Table "Computation overhead": 42.9 M less 75,648 position codes, 43.4 M, 18.48 G, 18.63 G, 1.008x. True
-    forward + backward of MoCo-v3: 36.7 GMAC; SER's late [CLS] saves what L_equiv adds."""
-    assert overhead.main(["--rows", "counts", "--json", str(tmp_path / "found.json")]) == 0
-    rows = json.loads((tmp_path / "found.json").read_text())["counts"]
-    moco, own, paper = (rows[name] for name in ("MoCo-v3", "SER", "SER, the paper's count"))
-    assert moco["trainable"] == 42_815_104 and own["trainable"] == paper["trainable"] == 43_274_624
+    """Table "Computation overhead": 42.9 M, 43.4 M (43.35), 18.48 G, 18.63 G, 1.008x. True forward
+    + backward of MoCo-v3: 36.7 GMAC; SER's late [CLS] saves what L_equiv adds."""
+    path = tmp_path / "found.json"
+    assert overhead.main(["--rows", "counts", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["counts"]
+    moco = rows["MoCo-v3"]
+    own = rows["SER"]
+    paper = rows["SER, the paper's count"]
+    assert moco["trainable"] == 42_890_368
+    assert own["trainable"] == paper["trainable"] == 42_890_368 + 458_752 + 768
     assert moco["macs"] == 18_475_782_144
-    assert round(paper["macs"] / 1e9, 2) == 18.63 and round(paper["macs"] / moco["macs"], 3) == 1.008
+    assert round(paper["macs"] / 1e9, 2) == 18.63
+    assert round(paper["macs"] / moco["macs"], 3) == 1.008
     assert moco["true_macs"] == pytest.approx(36.7e9, rel=0.005)
     assert own["true_macs"] == pytest.approx(moco["true_macs"], rel=0.005)
     assert "18.630 GMAC 1.0083x" in capsys.readouterr().out
 
 def test_macs_of_b1_and_b2_add_up_to_those_of_the_step():
-    """step_macs counts two images of b1 and all of b2: here, a count of the whole on real tensors."""
-    cfg, grids = ser.Config(**TOY), [(9, 7), (8, 10)]
-    batch = ser.Batch([[torch.randn(4, 3, 32, 32), torch.randn(4, 3, 4 * h, 4 * w)] for h, w in grids],
-                      [ser.sample_geometry(4)._replace(grid=grid) for grid in grids])
-    whole = flops(lambda: ser.build(cfg)(batch)["loss"].backward()) / 2 / cfg.batch_size
-    assert overhead.true_macs(cfg, 4, *grids) / cfg.batch_size == whole
-    assert overhead.step_macs(cfg, *grids) == pytest.approx(overhead.true_macs(cfg, 4, *grids) / 8, rel=0.005)
+    """step_macs counts two images of b1 and all of b2: here, the whole on real tensors."""
+    cfg = ser.Config(**TOY)
+    grids = [(9, 7), (8, 10)]
+    views = []
+    for grid in grids:
+        images = [torch.randn(4, 3, 32, 32), torch.randn(4, 3, 4 * grid[0], 4 * grid[1])]
+        views.append(ser.View(images, None, None, ser.sample_geometry(4)._replace(grid=grid)))
+    model = ser.build(cfg)
+    whole = macs.macs(lambda: model(ser.Batch(views))["loss"].backward())
+    assert macs.true_macs(cfg, 4, *grids) == whole
+    assert macs.step_macs(cfg, *grids) == pytest.approx(whole / 8, rel=0.005)
 
 @pytest.mark.parametrize("chunk", [10, 36])
 def test_bare_products_are_those_of_patch_ntxent(chunk):
-    """Four images of nine tokens: 36 anchors in blocks of 10, computed again, or in one, computed once."""
+    """Four images of nine tokens: 36 anchors in blocks of 10, computed again, or in one, once."""
     z, z_prime = (torch.randn(4, 9, 8, requires_grad=True) for _ in range(2))
     keys = torch.cat([z, z_prime]).detach().flatten(0, 1)
-    assert flops(lambda: ser.patch_ntxent(z, z_prime, chunk=chunk).backward()) == \
-        flops(lambda: overhead.bare_products(keys[:36], keys, chunk)) > 0
+    bare = macs.macs(lambda: overhead.bare_products(keys[:36], keys, chunk))
+    assert macs.macs(lambda: ser.patch_ntxent(z, z_prime, chunk=chunk).backward()) == bare > 0
 
 def test_packed_and_separate_passes_give_equal_values_and_gradients():
     encoder = ser.ViT(224, 16, 16, 2, 2, 1)
@@ -67,21 +71,58 @@ def test_packed_and_separate_passes_give_equal_values_and_gradients():
         found = []
         for calls in ([one], several):
             cls = overhead.encode(encoder, calls)
-            found.append([cls, *(p.grad.clone() for p in encoder.parameters() if p.requires_grad)])
+            gradients = [p.grad.clone() for p in encoder.parameters() if p.requires_grad]
+            found.append([cls, *gradients])
         assert len(found[0][0]) == sum(map(len, one)) and len(several) > 1
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+        close(*found, tolerance=1e-4)
 
-def test_sides_of_a_step_share_their_grids_and_the_macs_are_those_of_the_grids_drawn(monkeypatch):
-    drawn, make_views = [], ser.make_views
-    monkeypatch.setattr(ser, "make_views", lambda *a: drawn.append(make_views(*a)) or drawn[-1])
+def test_a_step_trains_and_its_grids_do_not_depend_on_the_size_of_b2(monkeypatch):
+    made = []
+    make_views = ser.make_views
+
+    def record(*arguments):
+        made.append(make_views(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(ser, "make_views", record)
+    grids = {}
     for ratio in (0.0, 0.25, 0.5):
-        cfg = dataclasses.replace(ser.Config(**TOY), ratio=ratio)
-        step = overhead.make_step(cfg)
+        step = overhead.Step(dataclasses.replace(ser.Config(**TOY), ratio=ratio))
+        encoder = step.model.base.encoder
+        before = encoder.blocks[0].norm1.bias.clone()
         for turn in range(3):
             step(turn)
-            expected = overhead.step_grids(ser.Config(**TOY), turn) if ratio else []
-            assert [g.grid for g in drawn[-1].geometry or ()] == overhead.step_grids(cfg, turn) == expected
+            drawn = [view.geometry.grid for view in made[-1].views if view.geometry]
+            assert step.grids[turn] == drawn
+        assert not torch.equal(before, encoder.blocks[0].norm1.bias)
+        sizes = {0.0: [8], 0.25: [6, 2], 0.5: [4, 4]}
+        assert [len(x) for x in made[-1].views[1].images] == sizes[ratio]
+        grids[ratio] = step.grids
+    assert grids[0.25] == grids[0.5] and grids[0.5][0] != grids[0.5][1]
+    assert set(map(len, grids[0.0].values())) == {0}
     assert ser.sample_geometry is overhead.draw_geometry
+
+@pytest.mark.parametrize("name", ["MoCo-v3", *overhead.METHODS])
+def test_the_step_of_an_add_on_trains_its_own_heads(name, monkeypatch):
+    """At a toy size, from the settings and the build of its module."""
+    if name == "MoCo-v3":
+        monkeypatch.setattr(ser, "Config", lambda **how: REAL_CONFIG(**TOY | how))
+    else:
+        module = pytest.importorskip(f"paper.methods.{name}")
+        small = {key: TOY[key] for key in ("image_size", "patch_size", "dim", "depth", "heads")}
+        settings = module.Settings
+        monkeypatch.setattr(module, "Settings", lambda **how: settings(
+            **small, layer=3, moco_hidden=16, **how))
+    step = overhead.method_step(name, 4)
+    before = [p.clone() for p in step.model.parameters() if p.requires_grad]
+    step(0)
+    after = [p for p in step.model.parameters() if p.requires_grad]
+    assert sum(not torch.equal(a, b) for a, b in zip(before, after)) > len(before) / 2
+    assert (len(step.model.heads) > 0) == (name != "MoCo-v3")
+    assert len(step.loaded[0][0]) == 4
+
+REAL_CONFIG = ser.Config
+REAL_BUILD = ser.build
 
 def test_every_other_round_reverses_the_one_before():
     called = []
@@ -91,61 +132,126 @@ def test_every_other_round_reverses_the_one_before():
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert rounds[::2] == [names[::-1] for names in rounds[1::2]]
     assert all(len(seconds) == 4 for side in times.values() for seconds in side.values())
-    assert overhead.spread([2.0]) == "2 s (2-2)" and overhead.spread([3, 1, 2], "x") == "2 x (1.5-2.5)"
+    assert overhead.spread([2.0]) == "2 s (2-2)"
+    assert overhead.spread([3, 1, 2], "x") == "2 x (1.5-2.5)"
 
-def test_a_ratio_is_the_time_of_ours_over_the_others_and_the_loaders_how_much_faster_it_is(
-        monkeypatch, tmp_path, capsys):
-    """With times that are given, by which SER's step and the packed pass take 1.5 as long, and ser.Views 2/3;
+def test_the_order_of_the_sides_is_random():
+    """A round and its reverse begin each side equally often only if the first is drawn."""
+    first = []
+
+    def side(name):
+        return lambda turn: first.append((turn, name))
+
+    overhead.in_turn(40, {name: side(name) for name in "abc"})
+    begins = [next(name for turn, name in first if turn == t) for t in range(0, 40, 2)]
+    assert set(begins) == {"a", "b", "c"}
+
+def test_the_clocks_are_the_wall_and_the_process(monkeypatch):
+    """A side that sleeps takes wall time and no CPU time."""
+    ticks = iter(range(100))
+    monkeypatch.setattr(overhead.time, "perf_counter", lambda: 10.0 * next(ticks))
+    monkeypatch.setattr(overhead.time, "process_time", lambda: 0.0)
+    times = overhead.in_turn(2, {"a": lambda turn: None})
+    assert times["a"] == {"wall": [10.0, 10.0], "CPU": [0.0, 0.0]}
+
+def given_times(rounds, sides, warm=1):
+    """SER, the packed pass, the add-ons and moco-v3's loader take 1.5 as long as the other side;
     the second round is three times slower, for all."""
-    slow = lambda name: name.startswith("SER") or name in ("packed", "moco-v3")
-    monkeypatch.setattr(overhead, "in_turn", lambda rounds, sides, warm=1: {name: {
-        "wall": [3.0, 9.0] if slow(name) else [2.0, 6.0], "CPU": [5.0, 15.0] if slow(name) else [2.0, 6.0]}
-        for name in sides})
+    found = {}
+    for name in sides:
+        slow = name.startswith("SER") or name in ("packed", "moco-v3", *overhead.METHODS)
+        found[name] = {"wall": [2.0, 6.0], "CPU": [2.0, 6.0]}
+        if slow:
+            found[name] = {"wall": [3.0, 9.0], "CPU": [5.0, 15.0]}
+    return found
+
+class NoStep:
+    """In place of a step, where times are given."""
+    def __init__(self, cfg, compiled=False):
+        self.grids = {}
+        if cfg.ratio > 0:
+            self.grids = {turn: [(14, 14), (14, 14)] for turn in range(2)}
+
+def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_is(
+        monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(overhead, "in_turn", given_times)
     monkeypatch.setattr(overhead, "fresh", lambda *_, **__: {"peak_mb": 1.0})
-    monkeypatch.setattr(overhead, "make_step", lambda *_: None)
+    monkeypatch.setattr(overhead, "Step", NoStep)
+    small = ser.Config(**TOY)
+    plain = dataclasses.replace(small, ratio=0.0)
+    monkeypatch.setattr(overhead, "step_settings",
+                        lambda: {"MoCo-v3": plain, "SER, 2": small, "SER, 4": small})
+    monkeypatch.setattr(overhead, "packed_batches", lambda *_: {"2": ([], [[]]), "6": ([], [[]])})
+    monkeypatch.setattr(overhead, "moco_v3_pipeline", lambda *_: None)
+    monkeypatch.setattr(ser, "build", lambda cfg: REAL_BUILD(small))
     for i in range(16):
         torchvision.utils.save_image(torch.rand(3, 8, 8), tmp_path / f"{i}.png")
-    assert overhead.main(["--rows", "step", "packed", "loader", "--pairs", "2", "--data", str(tmp_path),
-                          "--json", str(tmp_path / "found.json")]) == 0
-    found, out = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
-    sides = [row for row in found["step"].values() if "ratio" in row] + list(found["packed"].values())
-    assert len(sides) == 4 and all(row["ratio"] == [1.5, 1.5] for row in [*sides, found["loader"]])
-    assert out.count("wall 1.5 x (1.5-1.5), CPU 2.5 x (2.5-2.5)") == 4 and "1.5 x (1.5-1.5)\n" in out
-    assert all(row["macs_ratio"] > 1 for row in found["step"].values() if "macs_ratio" in row)
+    path = tmp_path / "found.json"
+    assert overhead.main(["--rows", "step", "packed", "loader", "--pairs", "2", "--data",
+                          str(tmp_path), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    out = capsys.readouterr().out
+    sides = [row for row in found["step"].values() if "ratio" in row]
+    sides += list(found["packed"].values())
+    assert len(sides) == 4
+    assert all(row["ratio"] == [1.5, 1.5] for row in [*sides, found["loader"]])
+    assert out.count("wall 1.5 x (1.5-1.5), CPU 2.5 x (2.5-2.5)") == 4
+    assert "1.5 x (1.5-1.5)\n" in out
+    for row in found["step"].values():
+        assert "ratio" not in row or row["macs_ratio"] == row["macs_ratio_196"] > 1
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss of a parent is Linux's")
-def test_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
+def test_peak_is_that_of_the_process_and_not_of_the_one_that_started_it(monkeypatch):
     """ru_maxrss is: a step of 3.7 GB read 6.9 GB after the step row had filled the parent."""
-    torch.ones(400_000_000)
-    code = "from paper import overhead; overhead.CUDA = False; print(overhead.peak())"
-    child = subprocess.run([sys.executable, "-c", code], check=True, text=True, stdout=subprocess.PIPE,
-                           cwd=Path(ser.__file__).parent)
-    assert 50 < float(child.stdout) < 1500 < overhead.peak()
+    status = "VmPeak:\t 9000 kB\nVmHWM:\t    2000 kB\nVmRSS:\t 7 kB\n"
+    assert overhead.peak() > 50
+    files = {"/proc/self/status": status}
+    monkeypatch.setattr(overhead.Path, "read_text", lambda path: files[str(path)])
+    assert overhead.peak() == 2.048
 
 @pytest.mark.parametrize("argv, said", [
-    (["--rows", "loader"], "needs --data"), (["--rows", "loader", "--data", "/no/such"], "not a folder"),
-    (["--rows", "counts", "--pairs", "0"], "at least 1"),
-    (["--rows", "counts", "--json", "/no/such/file"], "/no/such/file")])
-def test_mistakes_give_one_line_and_exit_code_2(argv, said, capsys):
+    (["--rows", "loader"], "needs --data"),
+    (["--rows", "loader", "--data", "/no/such"], "/no/such"),
+    (["--rows", "loader", "--data", "{broken}"], "cannot read"),
+    (["--rows", "loader", "--data", "{few}"], "1 images are fewer"),
+    (["--rows", "counts", "--pairs", "0"], "at least 1"), (["--rows", "nothing"], "nothing"),
+    (["--rows", "counts", "--json", "/no/such/file"], "/no/such/file"), (["--pairs", "x"], "x"),
+    (["--pair", "2"], "--pair")])
+def test_mistakes_give_one_line_and_exit_code_2(argv, said, tmp_path, capsys):
+    for i in range(16):
+        for folder, name in (("broken", f"{i}.png"), ("few", "0.png")):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_bytes(b"no image")
+    argv = [word.format(broken=tmp_path / "broken", few=tmp_path / "few") for word in argv]
     assert overhead.main(argv) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 
-@pytest.mark.parametrize("argv", [["--rows", "nothing"], ["--pairs", "x"], ["--pair", "2"]])
-def test_wrong_flags_exit_with_code_2(argv):
-    with pytest.raises(SystemExit) as stopped:
-        overhead.main(argv)
-    assert stopped.value.code == 2
-
 def test_sides_with_a_process_of_their_own_run_and_the_loss_row_asks_for_all_of_them(monkeypatch):
     """The processes themselves take minutes: their sides run here, at a small size."""
+    asked = []
+
     def run(command, **_):
         what, side = command[command.index("--alone") + 1:]
         assert what == "loss"
         asked.append(side)
         found = overhead.loss_alone(side, images=5, tokens=4, width=8)
         return subprocess.CompletedProcess(command, 0, json.dumps(found))
-    asked = []
+
     monkeypatch.setattr(subprocess, "run", run)
     assert overhead.main(["--rows", "loss", "--pairs", "1"]) == 0
     assert sorted(asked) == ["bare", "blocks", "blocks", "whole", "whole"]
+
+def test_the_jitter_row_sums_both_views_over_the_step(monkeypatch):
+    def given(rounds, sides):
+        for name in ("view 0", "view 1"):
+            assert sides[name](0).shape == (8, 3, 32, 32)
+        return {name: {"wall": [4.0 if name == "step" else 1.0]} for name in sides}
+
+    moco = ser.Config(**TOY | dict(ratio=0.0))
+    monkeypatch.setattr(overhead, "IMAGES", 8)
+    monkeypatch.setattr(overhead, "step_settings", lambda: {"MoCo-v3": moco})
+    monkeypatch.setattr(overhead, "in_turn", given)
+    found = overhead.jitter(overhead.parse([]))
+    assert found["share_percent"] == [50.0]
+    assert found["ms_per_image"] == {"view 0": [125.0], "view 1": [125.0], "step": [500.0]}
