@@ -99,7 +99,7 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     note = f"a constant guess is right on {100 * guess:.2f}%; {cfg.views} renderings of each object"
     splits["val"] = splits["val"]._replace(note=note)
     if cfg.select_split:
-        splits["train"], splits["held-out"] = hold_out(splits["train"], cfg.select_split, cfg.seed)
+        splits |= hold_out(splits["train"], cfg)     # train becomes smaller, held-out is new
     return classes, splits
 
 class Views(Crops):
@@ -122,10 +122,9 @@ class Views(Crops):
 
 def table(result: dict[str, Any]) -> str:
     """The paper's rows below those of the linear probe, for the screen."""
-    lines = [f"{result['checkpoint']}, {result['encoder']}", result["protocol"],
-             eval_linear.table(result), f"  {'paper, linear probe':44}   top-1   top-5"]
+    lines = [f"{result['checkpoint']}, {result['encoder']}", eval_linear.table(result)]
     for name, (top1, top5) in PAPER.items():
-        lines.append(f"  {name:44}{top1:8.2f}{top5:8.2f}")
+        lines.append(f"  {'paper: ' + name:36}{top1:7.2f}{top5:9.2f}")
     return "\n".join(lines)
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,249 @@
+"""What paper/evaluations/finetune.py promises, and the training loop that it shares with coco.py."""
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+
+import eval_linear
+import ser
+from eval_linear import Crops, Split
+from paper.evaluations import finetune, training
+from paper.evaluations.finetune import Classifier, Settings, fraction_of, groups, layer_of
+from paper.methods import dino
+from test_ser import close, run_ranks, same, seeded
+
+SHAPE = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1)
+QUICK = dict(epochs=2, warmup_epochs=0, batch_size=8, base_lr=0.02, workers=0)
+
+def checkpoint(folder, build=ser.build, kind=ser.Config, **settings):
+    """A checkpoint such as a run of ser.py, or of another method, writes."""
+    cfg = kind(**SHAPE | dict(equiv_layers=(1,), batch_size=8) | settings)
+    model = build(cfg)
+    path = Path(folder, "last.pt")
+    ser.save_whole(path, dict(step=7, program=cfg.program, shape=model.base.encoder.shape,
+                              config=vars(cfg), images="8", model=model.state_dict(), optimizer={}))
+    return str(path)
+
+@pytest.fixture
+def toy(tmp_path):
+    return checkpoint(tmp_path, moco_hidden=16)
+
+def coloured():
+    """24 images of six classes, each of a colour of its own, with much noise."""
+    labels = torch.arange(24) % 6
+    colours = torch.rand(6, 3, 1, 1, generator=seeded(1))[labels]
+    images = 0.5 * colours + 0.5 * torch.rand(24, 3, 16, 16, generator=seeded(2))
+    return Split((255 * images).to(torch.uint8), labels, list(range(6)))
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Few images in place of eval_linear's drawn ones; those of val are those of train."""
+    classes = [f"colour {label}" for label in range(6)]
+    splits = {"train": coloured(), "val": coloured()}
+    monkeypatch.setattr(eval_linear, "collect", lambda cfg, size: (classes, splits))
+
+def image_folder(root, train=8, val=3):
+    """Class folders of drawn images in the layout of ImageNet, the first of each split damaged."""
+    images, labels = ser.draw_images(6 * (train + val), 24, seed=5)
+    for n, (image, label) in enumerate(zip(images, labels)):
+        split = "train" if n < 6 * train else "val"
+        folder = Path(root, split, f"n0{label}")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{n:03}.png")
+    for name in ("train/n00/000.png", f"val/n00/{6 * train:03}.png"):
+        Path(root, name).write_bytes(b"no image")
+    return str(root)
+
+def model_of(path, **settings):
+    cfg = Settings(checkpoint=path, **QUICK | settings)
+    return Classifier(eval_linear.frozen_encoder(cfg)[0], 6, cfg), cfg
+
+# ==== Model and optimizer =========================================================================
+def test_groups_are_those_of_a_list_made_by_hand(toy):
+    """A parameter's learning rate is .75 ^ (depth + 1 - l) of the head's, with l = 0 in front of the
+    blocks, and only matrices decay; every parameter is in exactly one group."""
+    model, cfg = model_of(toy, layer_decay=0.75, weight_decay=0.05)
+    block = ("norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight",
+             "attn.proj.bias", "norm2.weight", "norm2.bias", "mlp.fc1.weight", "mlp.fc1.bias",
+             "mlp.fc2.weight", "mlp.fc2.bias")
+    layers = {"patch_embed.proj.weight": 0, "patch_embed.proj.bias": 0, "pos_embed": 0,
+              "cls_token": 0, "norm.weight": 4, "norm.bias": 4, "head.weight": 4, "head.bias": 4}
+    for i in range(3):
+        layers |= {f"blocks.{i}.{name}": i + 1 for name in block}
+    matrices = ("proj.weight", "qkv.weight", "fc1.weight", "fc2.weight", "head.weight")
+    expected = {}
+    for name, layer in layers.items():
+        rate = {0: 0.31640625, 1: 0.421875, 2: 0.5625, 3: 0.75, 4: 1.0}[layer]
+        expected[name] = (rate, 0.05 if name.endswith(matrices) else 0.0)
+    names = {p: name.removeprefix("base.encoder.") for name, p in model.named_parameters()}
+    found = {}
+    for group in groups(model, cfg):
+        for p in group["params"]:
+            assert names[p] not in found
+            found[names[p]] = (group["scale"], group["weight_decay"])
+    assert found == expected
+    assert layer_of("base.encoder.blocks.11.norm1.weight", 12) == 12
+
+def test_all_is_trained_but_fixed_position_codes(tmp_path):
+    for position in ("learned", "sincos"):
+        model, cfg = model_of(checkpoint(tmp_path, moco_hidden=16, position=position))
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        assert frozen == ([] if position == "learned" else ["base.encoder.pos_embed"])
+        grouped = sum(len(group["params"]) for group in groups(model, cfg))
+        assert grouped == len(list(model.parameters())) - len(frozen)
+
+def test_stochastic_depth_rises_from_block_to_block_and_rests_in_evaluation(toy):
+    model, cfg = model_of(toy, drop_path=0.5)
+    assert [block.drop for block in model.base["encoder"].blocks] == [0.0, 0.25, 0.5]
+    images = ser.draw_images(8, 16, 1)[0]
+    x = ser.normalise(images.float() / 255)
+    plain = ser.load_encoder(toy)([x])[0].cls
+    close(model.eval()(images), F.linear(plain, model.head.weight, model.head.bias))
+    assert model.head.weight.std().item() == pytest.approx(0.01, rel=0.3)
+    assert (model.head.bias == 0).all()
+    assert not torch.equal(model.train()(images), model(images))
+
+def test_the_learning_rate_warms_up_and_ends_at_zero():
+    cfg = Settings(epochs=10, warmup_epochs=2, batch_size=512, base_lr=1e-3)
+    n = 512 * 5 + 7     # 5 steps in an epoch
+    assert (cfg.steps(n), cfg.save_steps(n)) == (50, 5)
+    close(torch.tensor([cfg.lr_at(step, n) for step in (0, 5, 10, 30, 50)]),
+          torch.tensor([0.0, 1e-3, 2e-3, 1e-3, 0.0]), 1e-7)
+    short = dataclasses.replace(cfg, epochs=2, warmup_epochs=5)
+    assert short.lr_at(1, n) == pytest.approx(2e-3) and short.lr_at(9, n) < 1e-3
+
+# ==== Data ========================================================================================
+def test_a_fraction_is_that_share_of_each_class():
+    labels = torch.tensor([0] * 40 + [1] * 20 + [2] * 3)
+    paths = [f"{label}/{i}" for i, label in enumerate(labels.tolist())]
+    split = Split(paths, labels, [0, 1, 2])
+    tenth = fraction_of(split, 0.1, seed=0)
+    assert tenth.labels.tolist() == [0] * 4 + [1] * 2 + [2]
+    assert all(path.startswith(f"{label}/") for path, label in zip(tenth.source, tenth.labels))
+    fifth = fraction_of(split, 0.2, seed=0)
+    assert set(tenth.source) < set(fifth.source) and len(fifth.labels) == 13
+    assert fraction_of(split, 0.1, seed=1).source != tenth.source
+    assert fraction_of(split, 1.0, seed=3).source == paths
+    pixels = torch.arange(63, dtype=torch.uint8).view(63, 1, 1, 1)
+    drawn = fraction_of(split._replace(source=pixels), 0.1, seed=0)
+    assert [paths[i] for i in drawn.source.flatten().tolist()] == tenth.source
+
+# ==== Training ====================================================================================
+def test_learning_rate_zero_leaves_everything(toy, drawn):
+    model, cfg = model_of(toy)
+    images = finetune.Labelled(coloured(), 16, 0)
+    before, _ = finetune.accuracy(model, images, cfg, torch.device("cpu"))
+    result = finetune.finetune(Settings(checkpoint=toy, **QUICK | dict(base_lr=0.0)))
+    assert {name: result[name] for name in before} == before
+    after = ser.load_checkpoint(Path(toy).with_name("finetune.pt"))["model"]
+    assert same(after, dict(model.state_dict()))
+
+def test_the_loss_is_the_smoothed_cross_entropy_of_the_probes_crops(toy, drawn):
+    """Smoothing by s: (1 - s) times the cross-entropy plus s times that with the uniform target."""
+    settings = dict(base_lr=0.0, drop_path=0.0, batch_size=24, epochs=1, label_smoothing=0.25, seed=3)
+    result = finetune.finetune(Settings(checkpoint=toy, **QUICK | settings))
+    model, _ = model_of(toy, **settings)
+    crops = Crops(coloured(), 16, seed=3)
+    images, labels = zip(*(crops[0, index] for index in range(24)))
+    log_p = model.eval()(torch.stack(images)).log_softmax(1)
+    own = -log_p[torch.arange(24), torch.tensor(labels)].mean()
+    close(torch.tensor(result["losses"]), (0.75 * own - 0.25 * log_p.mean()).view(1), 1e-6)
+
+def test_it_learns_the_images_it_sees(toy, drawn):
+    fast = dict(epochs=10, base_lr=0.6, drop_path=0.0, layer_decay=1.0, label_smoothing=0.0)
+    result = finetune.finetune(Settings(checkpoint=toy, **QUICK | fast))
+    assert result["top1"] > 80 and result["top5"] >= result["top1"]     # chance: 16.7
+    assert result["losses"][-1] < 0.6 * result["losses"][0]
+
+def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(toy, drawn, tmp_path, monkeypatch):
+    whole = Settings(checkpoint=toy, **QUICK, out=str(tmp_path / "whole.json"))
+    broken = dataclasses.replace(whole, out=str(tmp_path / "broken.json"))
+    finetune.finetune(whole)
+    save = ser.save_whole
+
+    def save_and_stop(path, state):
+        save(path, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ser, "save_whole", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            finetune.finetune(broken)
+    assert ser.load_checkpoint(tmp_path / "broken.pt")["step"] == 3 and not Path(broken.out).exists()
+    finetune.finetune(broken)
+    states = [ser.load_checkpoint(tmp_path / name) for name in ("whole.pt", "broken.pt")]
+    assert same(*states) and states[0]["step"] == 6
+    results = [json.loads(Path(cfg.out).read_text()) for cfg in (whole, broken)]
+    assert results[0]["top1"] == results[1]["top1"] and results[0]["losses"] == results[1]["losses"]
+    with pytest.raises(ser.UserError, match="another run .epochs 2 there, 3 here.*use a new --out"):
+        finetune.finetune(dataclasses.replace(broken, epochs=3))
+    again = finetune.finetune(dataclasses.replace(broken, workers=0))     # finished: only evaluated
+    assert again["losses"] == results[0]["losses"]
+
+def rank_main(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    cfg = Settings(data=f"{folder}/images", checkpoint=f"{folder}/last.pt", out=f"{folder}/two.json",
+                   **QUICK | dict(drop_path=0.0, epochs=1))
+    finetune.finetune(cfg)
+    dist.destroy_process_group()
+    os._exit(0)     # gloo's threads can abort an interpreter that ends normally
+
+def test_two_ranks_equal_one(toy, tmp_path):
+    """Weights, accuracy and broken files, where each of the ranks meets one broken file or none."""
+    data = image_folder(tmp_path / "images")
+    run_ranks(rank_main, 2, tmp_path)
+    cfg = Settings(data=data, checkpoint=toy, **QUICK | dict(drop_path=0.0, epochs=1))
+    one = finetune.finetune(cfg)
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert (one["top1"], one["top5"], one["broken"]) == (two["top1"], two["top5"], two["broken"])
+    close(torch.tensor(one["losses"]), torch.tensor(two["losses"]))
+    models = [ser.load_checkpoint(tmp_path / name)["model"] for name in ("finetune.pt", "two.pt")]
+    assert not same(models[0], dict(model_of(toy)[0].state_dict()))
+    for name, weight in models[0].items():
+        close(weight, models[1][name], 1e-4)
+
+# ==== Command line ================================================================================
+def test_the_command_on_class_folders(toy, tmp_path, capsys):
+    """Broken files are named, teach nothing and are wrong; the result is a checkpoint of its own."""
+    data = image_folder(tmp_path / "images", val=10)
+    argv = ["--data", data, "--checkpoint", toy, "--epochs", "1", "--batch-size", "8", "--workers",
+            "0", "--fraction", "0.5", "--random-init"]
+    assert finetune.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "untrained encoder, 50% of the labels" in printed and "75.02   92.12" in printed
+    result = json.loads((tmp_path / "finetune-0.5-random-init.json").read_text())
+    assert result["images"] == {"train": 24, "val": 60}
+    damaged = f"{data}/val/n00/048.png"
+    assert damaged in result["broken"] and f"cannot read {damaged}" in printed
+    assert result["top5"] <= 100 * 59 / 60
+    fine = str(tmp_path / "finetune-0.5-random-init.pt")
+    moved = ser.load_encoder(fine).state_dict()
+    assert not same(moved, eval_linear.untrained(0, ser.load_encoder(toy).shape).state_dict())
+
+def test_a_checkpoint_of_dino(tmp_path, drawn):
+    path = checkpoint(tmp_path, dino.build, dino.Settings, hidden=16, outputs=32)
+    result = finetune.finetune(Settings(checkpoint=path, **QUICK | dict(epochs=1)))
+    assert result["encoder"] == "trained" and 0 <= result["top1"] <= 100
+
+@pytest.mark.parametrize("argv, line", [
+    (["--fraction", "0"], "--fraction 0.0: must lie in 1e-09..1"),
+    (["--batch-size", "4096"], "--batch-size 4096: of 24 images; try 24"),
+    (["--base-lr", "1e30", "--epochs", "3", "--batch-size", "8"], "the loss is nan"),
+    (["--checkpoint", "nowhere.pt"], "nowhere.pt is missing")])
+def test_mistakes_are_one_line(argv, line, toy, drawn, capsys):
+    assert finetune.main(["--checkpoint", toy, *argv] if "--checkpoint" not in argv else argv) == 2
+    error = [text for text in capsys.readouterr().err.splitlines() if text.startswith("finetune.py:")]
+    assert len(error) == 1 and line in error[0]
+
+def test_more_than_one_broken_file_in_a_thousand_stops(toy, tmp_path):
+    training.check_broken({"a", "b", "c"}, 100)
+    training.check_broken(set("abcde"), 5000)
+    with pytest.raises(ser.UserError, match="6 of 5000 images cannot be read, as a"):
+        training.check_broken(set("abcdef"), 5000)
