@@ -129,8 +129,8 @@ def draw_panel(panel: Any, photograph: Tensor, copy: Tensor, joined: Match, toke
     cell = side // grid
     left = 1.12 * side                                      # the left edge of the copy
     height, width = copy.shape[-2:]
-    panel.imshow(photograph.permute(1, 2, 0), extent=(0, side, side, 0))
-    panel.imshow(copy.permute(1, 2, 0), extent=(left, left + width, height, 0))
+    panel.imshow(photograph.permute(1, 2, 0).numpy(), extent=(0, side, side, 0))
+    panel.imshow(copy.permute(1, 2, 0).numpy(), extent=(left, left + width, height, 0))
     start = centres((grid, grid))[tokens] * side                                  # row, column
     end = joined.found[tokens] * cell + torch.tensor([0, left])
     lines = torch.stack([start, end], dim=1).flip(2)        # (lines, 2 ends, 2): column, row

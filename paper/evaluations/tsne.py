@@ -81,15 +81,15 @@ def silhouette(features: Tensor, labels: Tensor) -> float:
     from sklearn.metrics import silhouette_score
     return float(silhouette_score(features.numpy(), labels.numpy(), metric="cosine"))
 
-def embed(features: Tensor, cfg: Settings) -> Tensor:
-    """(n, D) -> (n, 2), by t-SNE."""
+def embed(features: Tensor, cfg: Settings) -> Any:
+    """(n, D) -> an array (n, 2), by t-SNE."""
     from sklearn.manifold import TSNE
     method = TSNE(n_components=2, init="pca", metric="cosine", perplexity=cfg.perplexity,
                   random_state=cfg.seed)
-    return torch.from_numpy(method.fit_transform(features.numpy()))
+    return method.fit_transform(features.numpy())
 
-def draw(path: Path, points: dict[str, Tensor], labels: Tensor, titles: dict[str, str]) -> None:
-    """The picture: a panel per encoder, points (n, 2), a colour per class."""
+def draw(path: Path, points: dict[str, Any], labels: Tensor, titles: dict[str, str]) -> None:
+    """The picture: a panel per encoder, with its points (n, 2), a colour per class."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     figure = Figure(figsize=(4 * len(points), 4.4), layout="constrained")
