@@ -281,10 +281,11 @@ class Frozen:
     def table(self, name: str) -> tuple[Tensor, Tensor]:
         """Features (n, F) and labels (n,) of the centre crops of a split, extracted once."""
         if name not in self.tables:
-            rows = torch.arange(len(self.splits[name].labels)).split(self.cfg.batch_size)
-            keys = ([(None, index) for index in part.tolist()] for part in rows)
-            bar = tqdm(self.read(name, keys), name, len(rows), disable=ranks_and_rank()[1] > 0)
-            features, labels = zip(*bar)
+            all_keys = [(None, index) for index in range(len(self.splits[name].labels))]
+            size = self.cfg.batch_size
+            keys = [all_keys[i:i + size] for i in range(0, len(all_keys), size)]
+            quiet = ranks_and_rank()[1] > 0
+            features, labels = zip(*tqdm(self.read(name, keys), name, len(keys), disable=quiet))
             self.tables[name] = (torch.cat(features), torch.cat(labels))
         return self.tables[name]
 
@@ -616,8 +617,10 @@ def table(result: dict[str, Any]) -> str:
     sets = list(result["chance"])
 
     def row(title: str, found: dict[str, Any]) -> str:
-        shown = [found.get(name, {}).values() for name in sets]
-        return line(title, [" / ".join(f"{value:.2f}" for value in values) for values in shown])
+        cells = []
+        for name in sets:     # k-NN has no top-5, and nothing on held-out images
+            cells.append(" / ".join(f"{value:.2f}" for value in found.get(name, {}).values()))
+        return line(title, cells)
 
     lines = [line("top-1 / top-5, %", sets)]
     notes = list(result["notes"])
@@ -640,7 +643,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code."""
     def work() -> None:
         cfg = ser.parse(argv, Settings, repeatable=("--test",))
-        result = evaluate(cfg)
+        try:
+            result = evaluate(cfg)
+        except KeyboardInterrupt:
+            print("eval_linear.py: stopped; the same command continues", file=sys.stderr)
+            raise SystemExit(130) from None
         if ranks_and_rank()[1] > 0:
             return
         images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
