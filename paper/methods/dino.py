@@ -98,9 +98,9 @@ class Settings(ser.Common):
 
 # ==== 2. The student's parts: stochastic depth and the head =======================================
 class StochasticBlock(ser.Block):
-    """A copy of `block`, of width `dim`, with stochastic depth (Huang et al. 2016): in training, each
-    of its two branches is left out for a share `drop` of the images, and scaled by 1 / (1 - drop)
-    for the others, which keeps the mean."""
+    """A copy of `block`, of width `dim`, with stochastic depth (Huang et al. 2016): in training,
+    each of its two branches is left out for a share `drop` of the images, and scaled by 1 / (1 -
+    drop) for the others, which keeps the mean."""
 
     def __init__(self, block: ser.Block, dim: int, drop: float):
         super().__init__(dim, block.heads)
