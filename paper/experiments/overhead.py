@@ -410,7 +410,7 @@ def loop(options: argparse.Namespace) -> dict[str, Any]:
 
 def counts(options: argparse.Namespace) -> dict[str, Any]:
     """SER at r = .01 against MoCo-v3: trainable parameters; MACs per image of the forward passes
-    (the paper's convention: 2 online, 2 momentum), and of forward + backward. 8 GPUs, each with 3 of 256
+    (the paper's convention: 2 online, 2 momentum), and of both passes. 8 GPUs, each with 3 of 256
     images in b2; by the paper's count each GPU computes the loss of all, in both directions."""
     rows = macs.counted()
     for name, row in rows.items():
