@@ -296,6 +296,7 @@ class Frozen:
 
 class Heads(nn.Module):
     """A linear layer for each learning rate, all from the same first weights."""
+    name: ClassVar[str] = "linear"
     hidden: ClassVar[tuple[int, ...]] = ()     # widths of layers in between
 
     def __init__(self, lrs: Sequence[float], classes: int, width: int, seed: int):
@@ -320,6 +321,7 @@ class Heads(nn.Module):
 
 class MLPHeads(Heads):
     """A 3-layer MLP for each learning rate: the nonlinear probe."""
+    name = "MLP"
     # Choice: the paper names no widths; these are those of Garrido et al. 2023, whom it follows.
     hidden = (1024, 1024)
 
@@ -466,28 +468,37 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     """
     sums = {layer: dict.fromkeys(("retrieval", "score", "centred"), 0.0) for layer in layers}
     for part, x in enumerate(images.split(32)):
-        g1, g2 = (ser.sample_geometry(len(x), encoder.grid, elements=(element,),
-                                      generator=rng(element, part, view)) for view in (1, 2))
+        drawn = []
+        for view in (1, 2):
+            generator = rng(element, part, view)
+            drawn.append(ser.sample_geometry(len(x), encoder.grid, elements=(element,),
+                                             generator=generator))
+        g1, g2 = drawn
         g = ser.relative(g2, g1)
         h = g
         if element == "hflip":
             h = g._replace(flip=torch.ones_like(g.flip))
         elif element == "rot90":     # 90, 180 and 270 degrees in turn
             h = g._replace(turns=1 + torch.arange(len(x)) % 3)
-        moved = [ser.rho(move, x, encoder.patch_size) for move in (g, h)]
-        encoded = encoder([x, *moved], layers)
+        gx = ser.rho(g, x, encoder.patch_size)
+        hx = ser.rho(h, x, encoder.patch_size)
+        encoded = encoder([x, gx, hx], layers)
         for layer in layers:
-            maps = [part.maps[layer] for part in encoded]
+            maps = [out.maps[layer] for out in encoded]
             if layer == encoder.depth:
                 maps = [encoder.norm(z.movedim(1, -1)).movedim(-1, 1) for z in maps]
-            still, by_g, by_h = maps
-            score = F.cosine_similarity(ser.rho(g, still), by_g).mean()
-            z = ser.rho(h, still).flatten(2).mT                                   # (B, N, D)
-            z_prime = by_h.flatten(2).mT
-            away = F.cosine_similarity(z - z.mean((0, 1)), z_prime - z_prime.mean((0, 1)), dim=-1)
-            found = (ser.retrieval(z, z_prime), score, away.mean())
-            for name, value in zip(sums[layer], found):
-                sums[layer][name] += value.item() * len(x) / len(images)
+            f_x, f_gx, f_hx = maps                                                # (B, D, H, W)
+            score = F.cosine_similarity(ser.rho(g, f_x), f_gx).mean()
+            z = ser.rho(h, f_x).flatten(2).mT                                     # (B, N, D)
+            z_prime = f_hx.flatten(2).mT
+            retrieval = ser.retrieval(z, z_prime)
+            z = z - z.mean((0, 1))
+            z_prime = z_prime - z_prime.mean((0, 1))
+            centred = F.cosine_similarity(z, z_prime, dim=-1).mean()
+            share = len(x) / len(images)
+            sums[layer]["retrieval"] += share * retrieval.item()
+            sums[layer]["score"] += share * score.item()
+            sums[layer]["centred"] += share * centred.item()
     return sums
 
 def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> dict[str, float]:
@@ -551,7 +562,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     heads = MLPHeads if cfg.mlp else heads
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
     frozen = Frozen(encoder.to(device), blocks, cfg, splits, crops)
-    protocol = f"{heads.__name__} on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
+    protocol = f"{heads.name} heads on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
     if blocks < 4:     # the release reads a patch token in place of a [CLS] that is not there
         protocol += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
     if cfg.cache:
@@ -588,7 +599,8 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
                "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
         write_json(cfg.result, result)
-        cfg.beside("state").unlink(missing_ok=True)
+        if trains:
+            cfg.beside("state").unlink(missing_ok=True)
     return result
 
 # ==== 8. Command line: the result as a person reads it ============================================
