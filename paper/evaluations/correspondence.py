@@ -190,6 +190,8 @@ def compare(cfg: Settings) -> dict[str, Any]:
     """Measure and draw; returns what is written. Raises UserError."""
     ser.check_ranges(cfg)
     require(all(cfg.data), "--data: which photographs? give image files or folders")
+    picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("correspondence.png"))
+    require(os.access(picture.parent, os.W_OK), f"--out {picture}: cannot write there")
     require(importlib.util.find_spec("matplotlib") is not None,
             "the picture needs matplotlib: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, untrained=True)
@@ -201,7 +203,6 @@ def compare(cfg: Settings) -> dict[str, Any]:
     layer = cfg.layer or ser.load_checkpoint(cfg.checkpoint[0])["config"]["equiv_layers"][0]
     require(layer <= encoder.depth, f"--layer {layer}: choose among 1..{encoder.depth}")
     paths, photographs = read_photographs(cfg, encoder.shape["image_size"])
-    picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("correspondence.png"))
     draw(picture, encoders, photographs, layer, cfg)
     seen = ser.normalise(shrink(photographs, encoder)).to(encoder.cls_token.device)
     result = {"settings": vars(cfg), "sha256": digests, "layer": layer, "images": paths,

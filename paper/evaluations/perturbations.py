@@ -23,8 +23,8 @@ import ser
 from eval_linear import Head, encode
 from ser import ViT, ranks_and_rank, require
 
-# The paper's columns. Ten can be downloaded and are the official benchmark; the other four, on which
-# P's authors validated, are only made by their code.
+# The paper's columns. Ten can be downloaded and are the official benchmark; the other four, on
+# which P's authors validated, are only made by their code.
 PERTURBATIONS = ("gaussian_noise", "shot_noise", "speckle_noise", "motion_blur", "zoom_blur",
                  "gaussian_blur", "snow", "spatter", "brightness", "translate", "rotate", "tilt",
                  "scale", "shear")
@@ -47,7 +47,7 @@ def flip_probability(order: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
 
 def top5_distance(order: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
     """The mean over pairs of sum_i |i - min(s(i), 6)|, i = 1..5, where s(i) is the rank in the
-    later frame of the class that is ranked i in the earlier one: 0 if they stay, 15 if all leave."""
+    later frame of the class that has rank i in the earlier one: 0 if they stay, 15 if all leave."""
     earlier, later = pairs
     top = order[earlier, :5]                                                      # (P, 5) classes
     rank = order[later].argsort(1)                                                # (P, C), from 0

@@ -25,6 +25,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from statistics import mean
@@ -147,8 +148,9 @@ def measured(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
         before = json.loads(path.read_text())
         if before | identity == before:
             return before["sets"]
-        tqdm.write(f"{path} is of another checkpoint, head or difficulty: begun anew",
-                   file=sys.stderr)
+        if ser.ranks_and_rank()[1] == 0:
+            tqdm.write(f"{path} is of another checkpoint, head or difficulty: begun anew",
+                       file=sys.stderr)
     return {}
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
@@ -158,6 +160,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     require(cfg.c + cfg.p != "", "of which sets? give --c or --p; --make makes a C of images")
     require(cfg.p == "" or importlib.util.find_spec("av") is not None,
             "--p needs av (PyAV): pip install -r paper/requirements.txt")
+    require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")
     device, rank, _ = ser.setup()
     encoder, step, digest = eval_linear.frozen_encoder(cfg.probe)
     encoder = encoder.to(device)
@@ -227,7 +230,7 @@ def table(result: dict[str, Any]) -> str:
     for name in EXTRA:
         extra = [over_severities(sets, name, measure) for measure in ("top1", "top5")]
         if None not in extra:
-            lines.append(f"extra, in no mean: {name}, top-1 {extra[0]:.2f} %, top-5 {extra[1]:.2f} %")
+            lines.append(f"extra, in no mean: {name}, top-1 {extra[0]:.2f}, top-5 {extra[1]:.2f} %")
     for name, found in sets.items():
         if found["broken"]:
             lines.append(f"{len(found['broken'])} broken files in {name}, counted as wrong: "

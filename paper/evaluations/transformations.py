@@ -23,6 +23,7 @@ Axes: n images, V = 5 versions of an image, L layers, D width, C answers.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Iterator, Sequence
 
@@ -163,6 +164,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     UserError, on all ranks."""
     ser.check_ranges(cfg)
     require(cfg.data != "", "--data: which images? give a folder with train/CLASS and val/CLASS")
+    require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")
     device, rank, _ = ser.setup()
     trained, step, digest = eval_linear.frozen_encoder(
         eval_linear.Settings(checkpoint=cfg.checkpoint))

@@ -88,16 +88,36 @@ def embed(features: Tensor, cfg: Settings) -> Any:
                   random_state=cfg.seed)
     return method.fit_transform(features.numpy())
 
-def draw(path: Path, points: dict[str, Any], labels: Tensor, titles: dict[str, str]) -> None:
-    """The picture: a panel per encoder, with its points (n, 2), a colour per class."""
+def measure(encoder: ViT, draws: dict[str, Split],
+            cfg: Settings) -> tuple[dict[str, Any], Any, Any]:
+    """The numbers of an encoder over the draws; and of the first draw t-SNE's points (n, 2) and the
+    labels (n,), as arrays."""
+    frozen = Frozen(encoder, 1, cfg, draws)
+    tables = []
+    for name in draws:
+        features, labels = (column.cpu() for column in frozen.table(name))
+        readable = labels >= 0
+        tables.append((features[readable], labels[readable]))
+    values = {"silhouette": [silhouette(*table) for table in tables],
+              "purity": [purity(*table, cfg.neighbors) for table in tables]}
+    numbers = {name: {"mean": mean(each), "std": pstdev(each), "values": each}
+               for name, each in values.items()}
+    features, labels = tables[0]
+    broken = sorted(set().union(*frozen.broken.values()))
+    return numbers | {"broken": broken}, embed(features, cfg), labels.numpy()
+
+def draw(path: Path, panels: dict[str, tuple[Any, Any]]) -> None:
+    """The picture: a panel per title, with points (n, 2) and labels (n,), a colour per class."""
+    import numpy
     from matplotlib import colormaps
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(4 * len(points), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(points), squeeze=False)[0]
-    colours = colormaps["tab20"](labels.unique(return_inverse=True)[1].numpy() % 20)
-    for panel, (name, place) in zip(panels, points.items()):
-        panel.scatter(place[:, 0], place[:, 1], c=colours, s=6, linewidths=0)
-        panel.set_title(titles[name], fontsize=9)
+    figure = Figure(figsize=(4 * len(panels), 4.4), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (title, (points, labels)) in zip(every, panels.items()):
+        numbers = numpy.unique(labels, return_inverse=True)[1]
+        panel.scatter(points[:, 0], points[:, 1], c=colormaps["tab20"](numbers % 20), s=6,
+                      linewidths=0)
+        panel.set_title(title, fontsize=9)
         panel.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=100)
 
@@ -130,8 +150,8 @@ def compare(cfg: Settings) -> dict[str, Any]:
     require(cfg.data != "", "--data: which class folders? give val of ImageNet, or a corruption's")
     require(len(cfg.checkpoint) + cfg.random_init > 1,
             "--checkpoint: a comparison takes two; or add --random-init")
-    require(cfg.neighbors < cfg.classes * cfg.per_class, f"--neighbors {cfg.neighbors}: more than "
-            "there are images in a draw")
+    picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("tsne.png"))
+    require(os.access(picture.parent, os.W_OK), f"--out {picture}: cannot write there")
     for package in ("matplotlib", "sklearn"):
         require(importlib.util.find_spec(package) is not None,
                 f"t-SNE needs {package}: pip install -r paper/requirements.txt")
@@ -143,31 +163,21 @@ def compare(cfg: Settings) -> dict[str, Any]:
             f"--classes {cfg.classes}: {folder} has {len(classes)}: try --classes {len(classes)}")
     draws = {f"draw {k}": draw_classes(split, cfg, k) for k in range(cfg.draws)}
 
+    fewest = min(len(split.labels) for split in draws.values())
+    for flag, value in (("neighbors", cfg.neighbors), ("perplexity", cfg.perplexity)):
+        require(value < fewest - 3, f"--{flag} {value:g}: a draw has {fewest} images: take fewer")
+
     found = {}
-    points = {}
-    titles = {}
+    panels = {}
     for label, encoder in encoders.items():
-        frozen = Frozen(encoder, 1, cfg, draws)
-        scores = {"silhouette": [], "purity": []}
-        for name in draws:
-            features, labels = (column.cpu() for column in frozen.table(name))
-            features = features[labels >= 0]     # without broken files
-            labels = labels[labels >= 0]
-            scores["silhouette"].append(silhouette(features, labels))
-            scores["purity"].append(purity(features, labels, cfg.neighbors))
-            if name == "draw 0":
-                points[label] = embed(features, cfg)
-                shown = labels
-        broken = sorted(set().union(*frozen.broken.values()))
-        found[label] = {"sha256": digests.get(label, ""), "broken": broken}
-        titles[label] = label
-        for name, values in scores.items():
-            found[label][name] = {"mean": mean(values), "std": pstdev(values), "values": values}
-            titles[label] += f", {name} {mean(values):.3f}"
-    picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("tsne.png"))
+        numbers, points, labels = measure(encoder, draws, cfg)
+        found[label] = {"sha256": digests.get(label, ""), **numbers}
+        title = (f"{label}, silhouette {numbers['silhouette']['mean']:.3f}, "
+                 f"purity {numbers['purity']['mean']:.3f}")
+        panels[title] = (points, labels)
     result = {"data": folder, "settings": vars(cfg), "encoders": found, "picture": str(picture)}
     if ser.ranks_and_rank()[1] == 0:
-        draw(picture, points, shown, titles)
+        draw(picture, panels)
         eval_linear.write_json(picture.with_suffix(".json"), result)
     return result
 

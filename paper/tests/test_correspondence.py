@@ -9,8 +9,8 @@ from torch import nn
 
 import ser
 from paper.evaluations import correspondence
-from paper.evaluations.correspondence import (ELEMENTS, Settings, centres, destination, draw_element,
-                                              match, shares)
+from paper.evaluations.correspondence import (ELEMENTS, centres, destination, draw_element, match,
+                                              shares)
 from paper.methods import dino
 from paper.tests.toys import class_folders, toy_checkpoint
 from test_ser import D4, close, element, seeded
@@ -23,16 +23,16 @@ class Colours(nn.Module):
     patch_size = 4
 
     def forward(self, images, map_layers):
-        return [ser.Encoded(None, {layer: nn.functional.avg_pool2d(x, 4) for layer in map_layers}, {})
-                for x in images]
+        maps = [nn.functional.avg_pool2d(x, 4) for x in images]
+        return [ser.Encoded(None, dict.fromkeys(map_layers, z), {}) for z in maps]
 
 class Places(Colours):
     """One that sees nothing but the place in its grid, however the image is moved."""
 
     def forward(self, images, map_layers):
         codes = ser.sincos_codes(8, 16)
-        return [ser.Encoded(None, {layer: codes[:, :, :x.shape[2] // 4, :x.shape[3] // 4]
-                                   for layer in map_layers}, {}) for x in images]
+        maps = [codes[:, :, :x.shape[2] // 4, :x.shape[3] // 4] for x in images]
+        return [ser.Encoded(None, dict.fromkeys(map_layers, z), {}) for z in maps]
 
 def patches(seed=0):
     """An image (3, 16, 16) whose 16 patches differ in direction of colour."""
@@ -116,7 +116,8 @@ def test_a_comparison_is_a_small_picture_and_its_numbers(tmp_path, capsys):
     assert correspondence.main(given) == 0
     found = json.loads(Path(a).with_name("correspondence.json").read_text())
     picture = Path(a).with_name("correspondence.png")
-    assert list(found["shares"]) == ["untrained", "control", "with SER"] and len(found["images"]) == 5
+    assert list(found["shares"]) == ["untrained", "control", "with SER"]
+    assert len(found["images"]) == 5
     assert found["layer"] == 1 and set(found["sha256"]) == {"control", "with SER"}
     text = capsys.readouterr().out
     assert f"{found['shares']['with SER']['turn']['right']:.1f}" in text and str(picture) in text
@@ -158,12 +159,15 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     broken.write_bytes(b"no image")
     a = toy_checkpoint(tmp_path / "a", moco_hidden=16)
     other = toy_checkpoint(tmp_path / "other", moco_hidden=16, patch_size=8)
-    for given, words in ((["--checkpoint", a], "--data"),
-                         (["--checkpoint", a, "--data", photos, "--layer", "9"], "choose among 1..3"),
-                         (["--checkpoint", a, other, "--data", photos], "--checkpoint other"),
-                         (["--checkpoint", a, "--data", str(broken)], "cannot read"),
-                         (["--checkpoint", a, "--data", photos, "--rows", "9"], "--rows 9"),
-                         (["--checkpoint", a, "--data", photos, "--label", "untrained"], "names must")):
+    of_a = ["--checkpoint", a, "--data", photos]
+    for given, words in (
+            (["--checkpoint", a], "--data"),
+            ([*of_a, "--layer", "9"], "choose among 1..3"),
+            (["--checkpoint", a, other, "--data", photos], "--checkpoint other"),
+            (["--checkpoint", a, "--data", str(broken)], "cannot read"),
+            ([*of_a, "--rows", "9"], "--rows 9"),
+            ([*of_a, "--out", str(tmp_path / "no" / "a.png")], "cannot write"),
+            ([*of_a, "--label", "untrained"], "names must")):
         assert correspondence.main(given) == 2
         message = capsys.readouterr().err.strip()
         assert words in message and message.count("\n") == 0

@@ -65,7 +65,8 @@ def test_a_draw_is_of_some_classes_and_some_images_of_each(data):
     cfg = Settings(**QUICK)
     draws = [draw_classes(split, cfg, number) for number in range(12)]
     for draw in draws:
-        assert len(draw.labels.unique()) == 3 and (torch.bincount(draw.labels)[draw.among] == 4).all()
+        assert len(draw.labels.unique()) == 3
+        assert (torch.bincount(draw.labels)[draw.among] == 4).all()
         assert len(set(draw.source)) == 12
         assert all(f"/n{label:02}/" in path for path, label in zip(draw.source, draw.labels))
     assert draws[0].source == draw_classes(split, cfg, 0).source
@@ -102,7 +103,7 @@ def test_a_comparison_is_one_picture_and_its_numbers(data, tmp_path, capsys):
     assert Path(a).with_name("tsne.png").read_bytes() != picture
 
 def test_ready_images_are_not_cropped_again(data, tmp_path):
-    """The features of a corruption's set are those of whole images, those of val of their centres."""
+    """The features of a corruption's set are those of whole images, of val those of centres."""
     path = toy_checkpoint(tmp_path / "a", moco_hidden=16)
     found = {}
     for ready in (False, True):
