@@ -1040,8 +1040,11 @@ def resume(path: Path, identity: dict[str, Any], model: SER,
     differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
               if name not in FREE and there.get(name) != here.get(name)]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except Exception as error:
+        raise UserError(f"{path} does not fit this model ({error}): use a new --out") from None
     return state["step"]
 
 def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
@@ -1063,8 +1066,11 @@ class Log:
         self.batch = cfg.batch_size
         self.ranks, self.rank = ranks_and_rank()
         self.file = open(os.devnull if self.rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
-        if self.rank == 0:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)     # one run in a folder
+        try:
+            if self.rank == 0:
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--out {cfg.out}: another run is at work there, use another") from None
         self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
         self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
         facts = facts | {"command": " ".join(sys.argv), "config": vars(cfg)}
@@ -1211,7 +1217,8 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
     parser.error = lambda message: require(False, f"{message}; see --help")
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
-        require(argv.count(flag) < 2 or flag in repeatable, f"{flag} is given twice")
+        times = [word.split("=")[0] for word in argv].count(flag)
+        require(times < 2 or flag in repeatable, f"{flag} is given {times} times")
         values = field.default if isinstance(field.default, tuple) else (field.default,)
         how = dict(type=type(values[0]))
         if values is field.default:
@@ -1234,7 +1241,7 @@ def guard(program: str, work: Callable[[], Any]) -> int:
         return stopped.code
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":     # all ranks found it
-            tqdm.write(f"{program}: {error}", file=sys.stderr)
+            tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
         path.write_text(traceback.format_exc())
@@ -1253,9 +1260,16 @@ def main(argv: Sequence[str] | None = None, kind: type = Config,
         if len(stop) == 3:
             os._exit(128 + number)
 
+    def work() -> None:
+        cfg = parse(argv, kind)
+        path = train(cfg, build, stop)
+        if os.environ.get("RANK", "0") == "0":
+            data = f" --data {cfg.data}" if cfg.data else ""
+            print(f"{path} is done. Next: python eval_linear.py --checkpoint {path}{data}")
+
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
-    return guard(kind.program, lambda: train(parse(argv, kind), build, stop))
+    return guard(kind.program, work)
 
 def leave(code: int) -> None:
     """End the process at once: threads of gloo and loader processes can hold up a normal exit."""
