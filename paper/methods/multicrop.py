@@ -53,7 +53,7 @@ class Settings(ser.Config):
         """T of MoCo-v3's two views, then of the local ones."""
         area = (self.local_crop_min, self.local_crop_max)
         local = Policy(self.local_size, area, blur=0.5, solarize=0.0)
-        return *super().policies, *[local] * (2 * self.local_pairs)
+        return super().policies + (local,) * (2 * self.local_pairs)
 
 class MultiCrop(MoCoV3):
     """MoCo-v3 whose queries come from all views and whose keys come from the two global ones."""
