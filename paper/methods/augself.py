@@ -81,7 +81,7 @@ def box(crop: Crop, flip: Tensor) -> Tensor:
     y = crop.top + crop.height / 2
     x = crop.left + crop.width / 2
     x = torch.where(flip, 1 - x, x)
-    return torch.stack([y, x, crop.height, crop.width], dim=1)
+    return torch.stack([y, x, crop.height, crop.width], dim=1).float()
 
 def colors(first: Jitter, second: Jitter, saturation: float = 0.2) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
@@ -89,7 +89,8 @@ def colors(first: Jitter, second: Jitter, saturation: float = 0.2) -> Tensor:
     return (factors(first) - factors(second)) / ranges
 
 def factors(jitter: Jitter) -> Tensor:
-    return torch.stack([jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue], dim=1)
+    columns = [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue]
+    return torch.stack(columns, dim=1).float()
 
 def turn(view: View) -> View:
     """The view with, in half of the images, 0 to 3 quarter turns, which its geometry then tells."""
@@ -143,7 +144,6 @@ class AugSelf(addon.AddOn):
                 found["rotation_top1"] = (said.argmax(1) == target).float().mean()
                 found["rotation_top1_chance"] = ROTATION_TOP1
             else:
-                target = target.float()
                 loss = F.mse_loss(said.tanh(), target)
                 chance = target.square().mean()
             found |= {task: loss.detach(), f"{task}_chance": chance}

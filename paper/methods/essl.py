@@ -71,8 +71,17 @@ class Remembering(MoCoV3):
         self.keys.append(super().key(view))
         return self.keys[-1]
 
-class ESSL(addon.AddOn):
-    """A base method with a head that says by how many quarter turns a small crop was turned."""
+class Turned(addon.AddOn):
+    """A base method on two views, and an extra loss on the four turns of a small crop."""
+
+    def views(self, batch: Batch) -> list[View]:
+        """Two views, then the third one's four turns, 0 to 3 of them counter-clockwise."""
+        *whole, small = batch.views
+        crop = small.images[0]
+        return whole + [small._replace(images=[torch.rot90(crop, k, (2, 3))]) for k in range(4)]
+
+class ESSL(Turned):
+    """With a head that says by how many quarter turns the crop was turned."""
 
     def __init__(self, base: nn.Module, cfg: Any):
         dim = base.encoder.dim
@@ -82,12 +91,6 @@ class ESSL(addon.AddOn):
             nn.Linear(dim, 256), nn.LayerNorm(256), nn.Linear(256, 4))
         super().__init__(base, cfg, dict(turns=turns))
 
-    def views(self, batch: Batch) -> list[View]:
-        """Two views, then the third one's four turns, 0 to 3 of them counter-clockwise."""
-        *whole, small = batch.views
-        crop = small.images[0]
-        return whole + [small._replace(images=[torch.rot90(crop, k, (2, 3))]) for k in range(4)]
-
     def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """Cross-entropy of the four answers, ln 4 at chance."""
         said = self.heads["turns"](torch.cat(features[2:])).float()                     # (4B, 4)
@@ -96,12 +99,8 @@ class ESSL(addon.AddOn):
         return F.cross_entropy(said, k), {
             "equiv_chance": math.log(4), "turns_top1": top1, "turns_top1_chance": 0.25}
 
-class Control(ESSL):
-    """MoCo-v3 with the four turned crops as further queries: 8 terms beside the 2 of L_inv."""
-
-    def __init__(self, base: Remembering, cfg: Any):
-        super().__init__(base, cfg)
-        del self.heads["turns"]
+class Control(Turned):
+    """With the turned crops as further queries of MoCo-v3: 8 terms beside the 2 of L_inv."""
 
     def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """The sum over turned crops and keys, as in the release, not the mean."""
@@ -117,7 +116,7 @@ class Control(ESSL):
         return total, {"equiv_chance": 16 * self.base.temperature * math.log(rows),
                        "local_top1": top1, "local_top1_chance": 1 / rows}
 
-def build(cfg: Any) -> ESSL:
+def build(cfg: Any) -> Turned:
     """The model of a run. Raises UserError, also for a small crop that does not fit."""
     fit = math.ceil(cfg.local_size / cfg.patch_size) * cfg.patch_size
     require(fit == cfg.local_size, f"--local-size {cfg.local_size} is no multiple of --patch-size "
@@ -129,7 +128,7 @@ def build(cfg: Any) -> ESSL:
         return ESSL(addon.base_method(cfg), cfg)
     require(cfg.base == "moco" and cfg.layer == cfg.depth,
             f"--mode inv has MoCo-v3's loss alone: leave out --base and --layer {cfg.layer}")
-    return Control(addon.base_method(cfg, Remembering), cfg)
+    return Control(addon.base_method(cfg, Remembering), cfg, heads={})
 
 Settings = addon.on("moco", Extra)
 

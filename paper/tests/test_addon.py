@@ -187,7 +187,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_its_checkpoint_loads(name, source
     encoder = ser.load_encoder(tmp_path / "parts" / "last.pt")
     assert encoder.last_cls(torch.zeros(1, 3, 16, 16), 3).shape == (1, 3 * cfg.dim)
 
-BASES = {"dino": dict(hidden=16, out_dim=24), "barlow": dict(hidden=16)}
+BASES = {"dino": dict(hidden=16, outputs=24), "barlow": dict(hidden=16)}
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", METHODS)
