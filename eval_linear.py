@@ -583,7 +583,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     if trains:
         free = ("data", "checkpoint", "test", "knn", "equivariance", "workers", "out")
         identity = {name: value for name, value in vars(cfg).items() if name not in free}
-        identity |= {"digest": digest, "images": digest_of(splits["train"])}
+        identity |= {"digest": digest, "images": digest_of(splits["train"]), "heads": heads.name}
         result["linear"] = linear(frozen, classes, identity, heads)
     if votes:
         result["knn"] = {"k": 20, **knn_splits(frozen)}
