@@ -30,12 +30,12 @@ from ser import UserError, ViT, require
 
 MOCO = ("module.base_encoder.", "module.momentum_encoder.")     # online, momentum
 
-LATE = """{path}: its [CLS] enters after block {layer}. timm's ViT has it from the first one on:
-it takes these weights, says that all keys match, and computes other features. Write instead
-    encoder = ser.load_encoder("{path}")
-    encoded = encoder([ser.normalise(x)], [{layer}])[0]     # x: (B, 3, S, S) in [0, 1]
-    features = encoded.cls                                # (B, D)
-    tokens = encoded.maps[{layer}]                           # (B, D, H, W)"""
+# What to write in place of timm's ViT where [CLS] enters late.
+LATE = """\
+encoder = ser.load_encoder("{path}")
+encoded = encoder([ser.normalise(x)], [{layer}])[0]     # x: (B, 3, S, S) in [0, 1]
+features = encoded.cls                                # (B, D)
+tokens = encoded.maps[{layer}]                           # (B, D, H, W)"""
 
 def foreign_weights(path: str, momentum: bool) -> tuple[dict[str, Tensor], bool]:
     """The encoder's weights in the file, by timm's names, and whether the file is MoCo-v3's. Raises
@@ -137,7 +137,12 @@ def convert(options: argparse.Namespace) -> str:
     else:
         encoder = ser.load_encoder(source)
         shape = encoder.shape
-        require(encoder.cls_layer == 0, LATE.format(path=source, layer=encoder.cls_layer))
+        layer = encoder.cls_layer
+        if layer > 0:
+            print(LATE.format(path=source, layer=layer))
+            raise UserError(f"{source}: its [CLS] enters after block {layer}. timm's ViT has it from "
+                            "the first one on: it takes these weights, says that all keys match, and "
+                            "computes other features. Use the four lines above")
         state = to_timm(encoder)
         hint = (f"timm.models.VisionTransformer(img_size={shape['image_size']}, "
                 f"patch_size={shape['patch_size']}, embed_dim={shape['dim']}, "

@@ -55,19 +55,32 @@ CPU = dict(image_size=112, patch_size=8, dim=192, depth=6, heads=3, cls_layer=2,
 GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4)
 
 # ==== Training ====================================================================================
+def flag(name: str, value: Any) -> list[str]:
+    """A setting as arguments of ser.py."""
+    words = ["--" + name.replace("_", "-")]
+    if isinstance(value, tuple):
+        words += map(str, value)
+    elif value is not True:
+        words.append(str(value))
+    return words
+
 def flags(cfg: Config) -> list[str]:
     """The arguments of ser.py that give cfg: all that is not a default."""
     found: list[str] = []
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        if value == field.default:
-            continue
-        found.append("--" + field.name.replace("_", "-"))
-        if isinstance(value, tuple):
-            found += map(str, value)
-        elif value is not True:
-            found.append(str(value))
+        if value != field.default:
+            found += flag(field.name, value)
     return found
+
+def shared(data: str, size: dict[str, Any], rest: Sequence[str]) -> Config:
+    """The settings of all runs: `size`, but for what the arguments `rest` set. Raises UserError."""
+    given = {argument.partition("=")[0] for argument in rest}
+    words = flag("data", data) if data else []
+    for name, value in size.items():
+        if flag(name, value)[0] not in given:
+            words += flag(name, value)
+    return ser.parse([*words, *rest])
 
 def steps_of(cfg: Config, images: int) -> int:
     """How many steps a run takes. Raises UserError for settings that are wrong."""
@@ -140,11 +153,12 @@ def once(path: Path, settings: dict[str, Any],
     eval_linear.write_json(path, found)
     return found
 
-def evaluate(cfg: Config, random_init: bool = False) -> dict[str, float]:
+def evaluate(cfg: Config, random_init: bool = False,
+             heads: Sequence[str] = ("linear", "MLP")) -> dict[str, float]:
     """All that is measured on a finished run, by name, or on the encoder that it began with."""
     column = "untrained" if random_init else "trained"
     found = {}
-    for head in ("linear", "MLP"):
+    for head in heads:
         out = Path(cfg.out, f"{head}-{column}.json".lower())
         how = Settings(data=cfg.data, checkpoint=str(Path(cfg.out, "last.pt")), test=(), cache=True,
                        mlp=head == "MLP", equivariance=head == "linear", select_split=0.1,
@@ -210,6 +224,7 @@ def compare(found: dict[str, list[dict[str, float]]]) -> Rows:
     return rows
 
 def cell(name: str, value: dict[str, Any]) -> str:
+    """mean ± std, with two digits after the point for what is named a percentage."""
     digits = 2 if "%" in name else 3
     text = f"{value['mean']:.{digits}f}"
     if value["std"] is not None:
@@ -220,7 +235,8 @@ def table(rows: Rows) -> str:
     """Aligned for the screen, and valid Markdown."""
     lines = [["", *next(iter(rows.values()))]]
     for name, columns in rows.items():
-        lines.append([name, *(cell(name, value) for value in columns.values())])
+        cells = [cell(name + column, value) for column, value in columns.items()]
+        lines.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
@@ -278,13 +294,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     require(folder.is_dir(), f"--figure {options.figure}: there is no such folder")
     require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")
     size = GPU if torch.cuda.is_available() else CPU
-    given = {argument.partition("=")[0] for argument in rest}
-    defaults = []
-    for name, value in size.items():
-        flag = "--" + name.replace("_", "-")
-        if flag not in given:
-            defaults += flags(Config(**{name: value}))
-    cfg = ser.parse(["--data", options.data, *defaults, *rest])
+    cfg = shared(options.data, size, rest)
     require(cfg.ratio > 0, "--ratio 0 leaves SER no images: moco alone has it")
     return options, cfg
 

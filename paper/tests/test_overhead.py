@@ -102,17 +102,21 @@ def test_a_step_trains_and_its_grids_do_not_depend_on_the_size_of_b2(monkeypatch
     assert set(map(len, grids[0.0].values())) == {0}
     assert ser.sample_geometry is overhead.draw_geometry
 
+@pytest.fixture
+def small_methods(monkeypatch):
+    """The settings of MoCo-v3 and of the add-ons at a toy size."""
+    modules = [pytest.importorskip(f"paper.methods.{name}") for name in overhead.METHODS]
+    monkeypatch.setattr(ser, "Config", lambda **how: REAL_CONFIG(**TOY | how))
+    shape = {key: TOY[key] for key in ("image_size", "patch_size", "dim", "depth", "heads")}
+
+    def small(settings):
+        return lambda **how: settings(**shape, layer=3, moco_hidden=16, **how)
+
+    for module in modules:
+        monkeypatch.setattr(module, "Settings", small(module.Settings))
+
 @pytest.mark.parametrize("name", ["MoCo-v3", *overhead.METHODS])
-def test_the_step_of_an_add_on_trains_its_own_heads(name, monkeypatch):
-    """At a toy size, from the settings and the build of its module."""
-    if name == "MoCo-v3":
-        monkeypatch.setattr(ser, "Config", lambda **how: REAL_CONFIG(**TOY | how))
-    else:
-        module = pytest.importorskip(f"paper.methods.{name}")
-        small = {key: TOY[key] for key in ("image_size", "patch_size", "dim", "depth", "heads")}
-        settings = module.Settings
-        monkeypatch.setattr(module, "Settings", lambda **how: settings(
-            **small, layer=3, moco_hidden=16, **how))
+def test_the_step_of_an_add_on_trains_its_own_heads(name, small_methods):
     step = overhead.method_step(name, 4)
     before = [p.clone() for p in step.model.parameters() if p.requires_grad]
     step(0)
@@ -120,6 +124,28 @@ def test_the_step_of_an_add_on_trains_its_own_heads(name, monkeypatch):
     assert sum(not torch.equal(a, b) for a, b in zip(before, after)) > len(before) / 2
     assert (len(step.model.heads) > 0) == (name != "MoCo-v3")
     assert len(step.loaded[0][0]) == 4
+
+def test_the_row_of_the_add_ons_compares_each_with_moco_v3(
+        small_methods, monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def fresh(*what, memory):
+        asked.append(what)
+        return {"peak_mb": 7.0}
+
+    monkeypatch.setattr(overhead, "IMAGES", 4)
+    monkeypatch.setattr(overhead, "in_turn", given_times)
+    monkeypatch.setattr(overhead, "fresh", fresh)
+    path = tmp_path / "found.json"
+    assert overhead.main(["--rows", "methods", "--pairs", "2", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["methods"]
+    assert list(rows) == ["MoCo-v3", *overhead.METHODS]
+    assert asked == [("methods", name) for name in rows]
+    for name in overhead.METHODS:
+        assert rows[name]["ratio"] == [1.5, 1.5] and rows[name]["peak_mb"] == 7
+        assert rows[name]["trainable"] > rows["MoCo-v3"]["trainable"]
+        assert rows[name]["macs"] > rows["MoCo-v3"]["macs"] > 0
+    assert capsys.readouterr().out.count("wall 1.5 x") == 4
 
 REAL_CONFIG = ser.Config
 REAL_BUILD = ser.build

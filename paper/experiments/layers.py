@@ -1,0 +1,188 @@
+"""The paper's ablations: where L_equiv acts and [CLS] enters, all layers, the group, r and lambda.
+
+    python -m paper.experiments.layers                           drawn images, 20 runs
+    python -m paper.experiments.layers --panels layer cls        the figure alone, 9 runs
+    python -m paper.experiments.layers --data imagenette2-160 --seeds 0 1
+
+The paper, ViT-S, 100 epochs of ImageNet, top-1 (Table 3, and the tables of its appendix):
+    layer       3 / 9 / 12: 69.28 / 68.72 / 68.18, score of rot90 .840 / .888 / .924
+    all layers  69.21
+    group       full 69.28, without rot90 69.17, and without hflip 69.12, or without scale 68.67
+    r           0 / .005 / .01 / .02: 68.44 / 69.08 / 69.28 / 68.30
+    lambda      0 / .5 / 1 / 5 / 10: 68.82 / 69.28 / 68.92 / 68.73 / 68.67
+The figure's values are in its picture alone (left top-1, right top-5). In the release one setting
+ties the layer to [CLS], and the last layer crashes.
+
+Flags of ser.py go to all runs alike. It prints a table, a row for each run: linear heads and 20-NN
+on features of centre crops, and the scores of Table 3 with retrieval after the last block. All
+numbers go to layers.json in --out, the two panels of the paper's figure to layers.png. Runs that
+are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Sequence
+
+import torch
+
+import eval_linear
+import ser
+from paper.experiments import imagenette
+from paper.experiments.curves import empty_figure, write_png
+from ser import Config, require
+
+PROGRAM = "paper.experiments.layers"
+DRAWN = dict(depth=6)     # beside the sizes of ser.py for drawn images
+DRAWN_IMAGES = 4096       # of ser.train
+
+# ==== The grid ====================================================================================
+Grid = dict[str, dict[str, dict[str, Any]]]     # panel -> point -> settings
+
+def grid(base: Config) -> Grid:
+    """What every panel varies of `base`, whose run is a point of each panel."""
+    depth = base.depth
+    places = sorted({max(1, round(share * depth / 12)) for share in (1, 3, 6, 9, 12)})
+    middle = base.equiv_layers
+    return {
+        # [CLS] enters after the layer of L_equiv. After the last block it could not: there it is a
+        # plain ViT's.
+        "layer": {str(l): dict(equiv_layers=(l,), cls_layer=l % depth) for l in places},
+        "cls": {str(c): dict(equiv_layers=middle, cls_layer=c) for c in (0, *places[:-1])},
+        "all": {"one layer": {}, "all layers": dict(equiv_layers=tuple(range(1, depth + 1)))},
+        "group": {"full": {},
+                  "- rot90": dict(group=("hflip", "scale")),
+                  "- rot90 - hflip": dict(group=("scale",)),
+                  "- rot90 - scale": dict(group=("hflip",))},
+        "r": {"0 (MoCo-v3)": dict(ratio=0.0, cls_layer=0),
+              f"{base.ratio / 2:g}": dict(ratio=base.ratio / 2),
+              f"{base.ratio:g}": {},
+              f"{base.ratio * 2:g}": dict(ratio=base.ratio * 2)},
+        "lambda": {f"{weight:g}": dict(weight=weight) for weight in (0.0, 0.5, 1.0, 5.0, 10.0)}}
+
+def run_name(base: Config, settings: dict[str, Any]) -> str:
+    """The folder of a run, by what differs from `base`: equal runs of two panels are one."""
+    words = []
+    for name, value in sorted(settings.items()):
+        if value != getattr(base, name):
+            values = value if isinstance(value, tuple) else (value,)
+            words += [name, *map(str, values)]
+    return "-".join(words) or "base"
+
+def runs(base: Config, points: Grid, out: Path, seeds: Sequence[int]) -> dict[str, list[Config]]:
+    """Name -> the settings of the run with each seed."""
+    found = {}
+    for panel in points.values():
+        for settings in panel.values():
+            name = run_name(base, settings)
+            found[name] = [dataclasses.replace(base, **settings, seed=seed,
+                                               out=str(out / f"{name}-{seed}")) for seed in seeds]
+    return found
+
+# ==== Report ======================================================================================
+def summary(measured: list[dict[str, float]], depth: int) -> dict[str, dict[str, Any]]:
+    """Of one run, for each seed what imagenette.evaluate found: the columns of the table."""
+    names = {"linear, top-1 %": "linear, top-1 %", "20-NN, top-1 %": "20-NN, top-1 %"}
+    for measure in ("score", "retrieval"):
+        for element in imagenette.ELEMENTS:
+            names[f"{element} {measure}"] = f"{element}: {measure}, block {depth}"
+    found = {}
+    for title, name in names.items():
+        values = [one[name] for one in measured]
+        std = stdev(values) if len(values) > 1 else None
+        found[title] = {"values": values, "mean": mean(values), "std": std}
+    return found
+
+def draw(figure: Any, points: Grid, rows: imagenette.Rows, base: Config) -> None:
+    """Left, by the layer of L_equiv; right, by the layer after which [CLS] enters. Thin lines are
+    seeds; on the axis to the right, dotted, the score of Table 3 after the last block."""
+    panels = [panel for panel in ("layer", "cls") if panel in points]
+    titles = {"layer": "L_equiv and [CLS] at layer", "cls": "[CLS] enters after block"}
+    for axes, panel in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
+        places = [int(point) for point in points[panel]]
+        found = [rows[run_name(base, settings)] for settings in points[panel].values()]
+        accuracy = [row["linear, top-1 %"] for row in found]
+        for values in zip(*(one["values"] for one in accuracy)):
+            axes.plot(places, values, color="tab:green", linewidth=0.5, alpha=0.5)
+        axes.plot(places, [one["mean"] for one in accuracy], "o-", color="tab:green")
+        axes.set(xlabel=titles[panel], ylabel="linear, top-1 %", xticks=places)
+        right = axes.twinx()
+        for element in imagenette.ELEMENTS:
+            scores = [row[f"{element} score"]["mean"] for row in found]
+            right.plot(places, scores, ":", label=element)
+        right.set(ylabel="score after the last block (dotted)")
+        right.legend(fontsize="small")
+
+# ==== Command line ================================================================================
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config, Grid]:
+    """The flags of this script, the settings that all runs share, and the panels asked for. Raises
+    UserError."""
+    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: require(False, f"{message}; see --help")
+    parser.add_argument("--data", default="", help="with train/CLASS/... and val/CLASS/...")
+    parser.add_argument("--out", default="runs/layers", help="folder of the runs [runs/layers]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of all runs [0]")
+    parser.add_argument("--panels", nargs="+", default=[], help="of the grid [all]")
+    options, rest = parser.parse_known_args(argv)
+    require(len(set(options.seeds)) == len(options.seeds), f"--seeds {options.seeds}: one is twice")
+    require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")
+    given = {argument.partition("=")[0] for argument in rest}
+    taken = given & {"--seed", "--equiv-layers", "--cls-layer", "--group", "--weight"}
+    require(not taken, f"{' '.join(taken)}: the runs differ in it, leave it out")
+    size = DRAWN
+    if options.data:
+        size = imagenette.GPU if torch.cuda.is_available() else imagenette.CPU
+    base = imagenette.shared(options.data, size, rest)
+    require(base.ratio > 0, "--ratio 0 leaves SER no images")
+    points = grid(base)
+    panels = options.panels or list(points)
+    wrong = [panel for panel in panels if panel not in points]
+    require(not wrong, f"--panels {' '.join(wrong)}: choose among {' '.join(points)}")
+    return options, base, {panel: points[panel] for panel in panels}
+
+def work(argv: Sequence[str] | None) -> None:
+    """Train and measure what is missing, and print. Raises UserError and SystemExit."""
+    options, base, points = parse(argv)
+    figure = empty_figure(10, 4)     # now, not after hours
+    images = len(ser.list_images(base.data)) if base.data else DRAWN_IMAGES
+    if base.data:
+        eval_linear.collect(eval_linear.Settings(data=base.data, test=()), base.image_size)
+    total = imagenette.steps_of(base, images)
+    out = Path(options.out)
+    configs = runs(base, points, out, options.seeds)
+    for cfgs in configs.values():
+        for cfg in cfgs:     # a mistake shows now, too
+            imagenette.finished(cfg, total)
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
+    for place in range(len(options.seeds)):
+        for name, cfgs in configs.items():
+            if not imagenette.finished(cfgs[place], total):
+                imagenette.train(cfgs[place])
+            measured[name].append(imagenette.evaluate(cfgs[place], heads=("linear",)))
+
+    rows = {name: summary(found, base.depth) for name, found in measured.items()}
+    table = {}
+    for panel, its_points in points.items():
+        for point, settings in its_points.items():
+            table[f"{panel}: {point}"] = rows[run_name(base, settings)]
+    text = imagenette.table(table)
+    spent = sum(imagenette.minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
+    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
+             f"{base.batch_size}, {spent:.0f} minutes of training in all.")
+    eval_linear.write_json(out / "layers.json", {
+        "seeds": options.seeds, "images": images, "steps": total, "minutes": spent,
+        "settings": vars(base), "grid": points, "rows": table, "text": text})
+    draw(figure, points, rows, base)
+    write_png(figure, out / "layers.png")
+    print(text)
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the grid and print; returns the exit code: 0, 2 after one line, or 128 + a signal."""
+    return ser.guard(PROGRAM, lambda: imagenette.resumable(lambda: work(argv)))
+
+if __name__ == "__main__":
+    ser.leave(main())
