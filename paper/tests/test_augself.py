@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
+from torch.utils.data import default_collate
 
 import ser
 from paper.methods import augself
@@ -16,14 +17,9 @@ from paper.tests.test_addon import drawn, settings, toy
 from ser import Crop, Jitter, Key
 from test_ser import close, seeded
 
-def crop(top, left, height, width, flip):
-    return Crop(*(torch.tensor([value]) for value in (top, left, height, width, flip)))
-
-def jitter(**changes):
-    """A batch of one."""
-    fields = {name: torch.tensor([value]) for name, value in changes.items()}
-    return Jitter(*(torch.as_tensor(value).view(1, -1).squeeze(1) for value in Jitter()))._replace(
-        **fields)
+def one(draw):
+    """A batch of one Crop or Jitter."""
+    return default_collate([draw])
 
 # ==== Targets =====================================================================================
 @pytest.mark.parametrize("flip1, flip2, own, first", [
@@ -31,8 +27,8 @@ def jitter(**changes):
     (False, True, 0.25 - 0.3, 0.25 - 0.7), (True, True, 0.75 - 0.3, 0.75 - 0.3)])
 def test_the_crop_target_of_two_known_boxes(flip1, flip2, own, first):
     """Centers (.3, .25) and (.6, .7), sizes (.4, .3) and (.2, .6); a flip mirrors center x."""
-    a = crop(0.1, 0.1, 0.4, 0.3, flip1)
-    b = crop(0.5, 0.4, 0.2, 0.6, flip2)
+    a = one(Crop(0.1, 0.1, 0.4, 0.3, flip1))
+    b = one(Crop(0.5, 0.4, 0.2, 0.6, flip2))
     close(augself.crops(a, b), torch.tensor([[0.3 - 0.6, own, 0.2, -0.3]]))
     close(augself.crops(a, b, "first"), torch.tensor([[0.3 - 0.6, first, 0.2, -0.3]]))
 
@@ -48,8 +44,9 @@ def test_the_crop_target_is_what_the_pixels_of_the_views_say():
     """Each pixel holds its own place, so that the mean of a view is the center of its box, and its
     spread the box's size; in the mirrored image center x is 1 minus that."""
     places = (torch.arange(200) + 0.5) / 200
-    image = torch.stack([places.view(-1, 1).expand(200, 200), places.expand(200, 200),
-                         torch.zeros(200, 200)])
+    image = torch.zeros(3, 200, 200)
+    image[0] = places[:, None]
+    image[1] = places
     cfg = settings("augself")
     data = cfg.dataset(image[None])
     flips = set()
@@ -57,23 +54,27 @@ def test_the_crop_target_is_what_the_pixels_of_the_views_say():
         draws = data.draw(Key(0, index, index, False), image)
         measured = []
         for box, _ in draws:
-            view = ser.cut(image, box, 64)
-            y, x = view[0].mean(), view[1].mean()
-            height, width = view[0, -1, 0] - view[0, 0, 0], (view[1, 0, -1] - view[1, 0, 0]).abs()
-            mirrored = bool(view[1, 0, 0] > view[1, 0, -1])
-            measured.append(torch.stack([y, 1 - x if mirrored else x, height, width]))
-            flips.add(mirrored)
-        crops = [Crop(*(torch.tensor([value]) for value in box)) for box, _ in draws]
-        close(augself.crops(*crops)[0], measured[0] - measured[1], 0.02)
+            ys, xs, _ = ser.cut(image, box, 64)
+            height = ys[-1, 0] - ys[0, 0]
+            width = xs[0, -1] - xs[0, 0]
+            x = xs.mean()
+            if width < 0:     # mirrored
+                x = 1 - x
+            measured.append(torch.stack([ys.mean(), x, height, width.abs()]))
+            flips.add(bool(width < 0))
+        (first, _), (second, _) = draws
+        target = augself.crops(one(first), one(second))
+        close(target[0], measured[0] - measured[1], 0.02)
     assert flips == {False, True}
 
 def test_the_color_target_is_the_factors_place_in_its_range():
     """(factor - 1) / width of the range, hue / width, of the factor that the pixels show."""
-    a = jitter(brightness=0.7, contrast=1.4, saturation=0.9, hue=-0.05)
-    close(augself.colors(a, jitter()), torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))
-    close(augself.colors(a, jitter(), 0.4), torch.tensor([[-0.375, 0.5, -0.125, -0.25]]))
+    a = one(Jitter(brightness=0.7, contrast=1.4, saturation=0.9, hue=-0.05))
+    plain = one(Jitter())
+    close(augself.colors(a, plain), torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))
+    close(augself.colors(a, plain, 0.4), torch.tensor([[-0.375, 0.5, -0.125, -0.25]]))
     gray = torch.full((1, 3, 4, 4), 0.5)
-    shown = ser.photometric(gray, a._replace(contrast=torch.ones(1))) * ser.STD + ser.MEAN
+    shown = ser.photometric(gray, one(Jitter(brightness=0.7))) * ser.STD + ser.MEAN
     factor = shown.mean() / 0.5
     close((factor - 1) / 0.8, torch.tensor(-0.375), 1e-4)
 
@@ -84,12 +85,11 @@ def test_the_color_target_is_a_difference_of_uniform_draws(strength):
     image = torch.zeros(3, 8, 8)
     found = []
     for index in range(400):
-        for _, draw in data.draw(Key(0, index, index, False), image):
-            found.append(draw)
-    columns = [torch.tensor(column) for column in list(zip(*found))[:4]]
-    one = Jitter(*columns)
-    w = augself.colors(one, Jitter(*(torch.full((800,), v) for v in Jitter()[:4])), strength)
-    assert (w.abs() <= 0.5).all() and (w.abs().amax(0) > 0.48).all()
+        for _, jitter in data.draw(Key(0, index, index, False), image):
+            found.append(jitter)
+    w = augself.colors(default_collate(found), one(Jitter()), strength)
+    assert (w.abs() <= 0.5).all()
+    assert (w.abs().amax(0) > 0.48).all()
     assert abs((w == 0).all(1).float().mean() - 0.2) < 0.05
     close(w.square().mean(0), torch.full((4,), 0.8 / 12), 0.02)
 
@@ -155,15 +155,19 @@ def test_rotation_turns_the_views_and_predicts_the_difference():
         assert torch.equal(x, turned.images[0]) and torch.equal(key, x)
         for image, base, k in zip(x, view.images[0], turned.geometry.turns):
             assert torch.equal(image, torch.rot90(base, int(k), (1, 2)))
-    k1, k2 = (view.geometry.turns for view in views)
-    assert model.target("rotation", *views).tolist() == [(a - b) % 4 for a, b in zip(
-        k1.tolist(), k2.tolist())]
-    assert len(set(k1.tolist())) > 1 and k1.tolist() != k2.tolist()
+    k1 = views[0].geometry.turns
+    k2 = views[1].geometry.turns
+    target = model.target("rotation", *views)
+    for a, b, k in zip(k1, k2, target):     # k turns more take view 2 to the turns of view 1
+        assert (int(b) + int(k)) % 4 == int(a)
+    assert len(k1.unique()) > 1 and not torch.equal(k1, k2)
 
 def test_rotations_chance_is_that_of_its_draws():
     """k is 0 with probability 1/2 + 1/8, and 1, 2, 3 with 1/8 each."""
     p = [5 / 8, 1 / 8, 1 / 8, 1 / 8]
-    difference = [sum(p[a] * p[(a - d) % 4] for a in range(4)) for d in range(4)]
+    difference = [0.0, 0.0, 0.0, 0.0]
+    for a, b in itertools.product(range(4), range(4)):
+        difference[(a - b) % 4] += p[a] * p[b]
     assert augself.ROTATION_TOP1 == pytest.approx(difference[0])
     entropy = -sum(q * math.log(q) for q in difference)
     assert augself.ROTATION_CHANCE == pytest.approx(entropy)
