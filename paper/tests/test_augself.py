@@ -135,8 +135,11 @@ def test_a_head_is_three_layers_of_512():
     head = augself.build(settings("augself")).heads["crop"]
     kinds = [type(layer).__name__ for layer in head]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU"] * 2 + ["Linear"]
-    assert [tuple(head[i].weight.shape) for i in (0, 3, 6)] == [(512, 32), (512, 512), (4, 512)]
-    assert head[0].bias is None and head[3].bias is None and head[6].bias is not None
+    shapes = [tuple(head[i].weight.shape) for i in (0, 3, 6)]
+    assert shapes == [(512, 32), (512, 512), (4, 512)]
+    assert head[0].bias is None
+    assert head[3].bias is None
+    assert head[6].bias is not None
 
 # ==== The rotation variant ========================================================================
 def test_rotation_turns_the_views_and_predicts_the_difference():

@@ -18,11 +18,13 @@ from test_ser import close, seeded, value_and_gradients
 def pairs(n=60, **changes):
     """[(draws of image 2i, draws of image 2i + 1)], each [(Crop, Jitter) of view 1, of view 2]."""
     data = settings("stl", **changes).dataset(torch.zeros(1))
-    tall, wide = torch.zeros(3, 90, 30), torch.zeros(3, 20, 50)
+    tall = torch.zeros(3, 90, 30)
+    wide = torch.zeros(3, 20, 50)
     found = []
-    for i in range(0, 2 * n, 2):
-        even, odd = Key(0, 100 + i, 100 + i, False), Key(0, 7 + 3 * i, 100 + i, False)
-        found.append((data.draw(even, tall), data.draw(odd, wide)))
+    for i in range(n):
+        even = data.draw(Key(0, 2 * i, 2 * i, False), tall)
+        odd = data.draw(Key(0, 2 * i + 1, 2 * i, False), wide)
+        found.append((even, odd))
     return found
 
 def test_a_pair_shares_box_jitter_and_gray_view_by_view():
@@ -32,7 +34,8 @@ def test_a_pair_shares_box_jitter_and_gray_view_by_view():
     for even, odd in pairs():
         for (box, jitter), (other_box, other) in zip(even, odd):
             assert box[:4] == other_box[:4]
-            assert jitter[:4] == other[:4] and torch.equal(jitter.order, other.order)
+            assert jitter[:4] == other[:4]     # the factors
+            assert torch.equal(jitter.order, other.order)
             assert jitter.gray == other.gray
             boxes.add(box[:4])
     assert len(boxes) == 120
@@ -40,15 +43,19 @@ def test_a_pair_shares_box_jitter_and_gray_view_by_view():
 def test_flip_blur_and_solarization_are_an_images_own():
     """As often alike as independent draws are: flips in half of the pairs; and blur, once it is
     drawn for both, has another sigma."""
-    flips, solarized, sigmas = [], [], []
+    flips = []
+    solarized = []
+    sigmas = []
     for even, odd in pairs(200, solarize=(0.5, 0.5)):
         for (box, jitter), (other_box, other) in zip(even, odd):
             flips.append(box.flip == other_box.flip)
             solarized.append(jitter.solarize == other.solarize)
             if jitter.blur > 0 and other.blur > 0:
                 sigmas.append(jitter.blur == other.blur)
-    assert abs(sum(flips) / 400 - 0.5) < 0.1 and abs(sum(solarized) / 400 - 0.5) < 0.1
-    assert len(sigmas) > 50 and not any(sigmas)
+    assert abs(sum(flips) / 400 - 0.5) < 0.1
+    assert abs(sum(solarized) / 400 - 0.5) < 0.1
+    assert len(sigmas) > 50
+    assert not any(sigmas)
 
 def test_the_shared_crop_is_drawn_on_a_square():
     """So its aspect, in shares, is 3/4 to 4/3 for the tall and the wide image alike."""
@@ -63,7 +70,7 @@ def test_the_batches_of_a_run_hold_such_pairs():
     for rank in range(2):
         for keys in ser.batch_keys(20, cfg, 0, 3, rank, 2):
             boxes = [data[key][0][0][1][:4] for key in keys]
-            assert len(boxes) == 4 and boxes[0::2] == boxes[1::2] and boxes[0] != boxes[2]
+            assert boxes[0] == boxes[1] != boxes[2] == boxes[3]
 
 def test_exchange_swaps_the_rows_of_each_pair():
     x = torch.arange(12.).view(6, 2)
@@ -86,7 +93,9 @@ def test_the_regrouped_product_equals_bmm_with_each_images_matrix():
 
 def test_the_images_matrices_are_never_stored():
     """Nothing of B x D x D numbers is kept for the backward pass, nor made in the forward one."""
-    f, t, hyper = torch.randn(8, 64), torch.randn(8, 2), torch.randn(64 * 64, 2)
+    f = torch.randn(8, 64)
+    t = torch.randn(8, 2)
+    hyper = torch.randn(64 * 64, 2)
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -116,7 +125,8 @@ def test_the_losses_equal_slow_loops():
     h = model.heads
     t12 = [h["read"](torch.cat([f1[i], f2[i]])[None])[0] for i in range(4)]
     t21 = [h["read"](torch.cat([f2[i], f1[i]])[None])[0] for i in range(4)]
-    z, z_moved = [], []
+    z = []
+    z_moved = []
     for start, end, codes in ((f2, f1, t21), (f1, f2, t12)):
         for i, partner in ((0, 1), (1, 0), (2, 3), (3, 2)):
             W = h["hyper"](codes[partner]).view(16, 16)
@@ -147,25 +157,16 @@ def test_all_is_found_where_the_transformation_explains_the_views():
     cfg, model = toy("stl")
     image = torch.randn(8, 16, generator=seeded(1))
     t1, t2 = torch.randn(2, 4, 16, generator=seeded(2)).repeat_interleave(2, 1)
-    for name in ("embed", "embed_code"):
-        model.heads[name] = torch.nn.Identity()
+    features = [image + t1, image + t2]
+    model.heads["embed"] = torch.nn.Identity()
+    model.heads["embed_code"] = torch.nn.Identity()
     model.heads["read"] = torch.nn.Linear(32, 16, bias=False)
+    # t12 = f_2 - f_1 = t2 - t1, hence f_1 + (the partner's t12) = f_2, and back.
     model.heads["read"].weight.data = torch.cat([-torch.eye(16), torch.eye(16)], 1)
-    features = [torch.cat([image[:, :15], torch.ones(8, 1)], 1) + torch.cat(
-        [t[:, :15], torch.zeros(8, 1)], 1) for t in (t1, t2)]
-    hyper = torch.zeros(16, 16, 16)     # W(t) = identity, plus t in the column of the constant 1
-    for i in range(15):
-        hyper[i, 15, i] = 1
-    hyper = hyper.flatten(0, 1)
-
-    def move(f, t, _):
-        return f + stl_move(f, t, hyper)
-
-    stl_move = stl.move
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stl, "move", move)
+        patch.setattr(stl, "move", lambda f, t, hyper: f + t)
         found = model.extra(features, [])[1]
-        other = model.extra([f.roll(1, 0) for f in features], [])[1]
+        other = model.extra([f.roll(1, 0) for f in features], [])[1]     # pairs of other images
     assert found["action_top1"] == 1 and found["reading_top1"] == 1
     assert other["action_top1"] < 1 and other["reading_top1"] < 1
 
