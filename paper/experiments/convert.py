@@ -140,9 +140,10 @@ def convert(options: argparse.Namespace) -> str:
         layer = encoder.cls_layer
         if layer > 0:
             print(LATE.format(path=source, layer=layer))
-            raise UserError(f"{source}: its [CLS] enters after block {layer}. timm's ViT has it from "
-                            "the first one on: it takes these weights, says that all keys match, and "
-                            "computes other features. Use the four lines above")
+            raise UserError(
+                f"{source}: its [CLS] enters after block {layer}. timm's ViT has it from the first "
+                "one on: it takes these weights, says that all keys match, and computes other "
+                "features. Use the four lines above")
         state = to_timm(encoder)
         hint = (f"timm.models.VisionTransformer(img_size={shape['image_size']}, "
                 f"patch_size={shape['patch_size']}, embed_dim={shape['dim']}, "

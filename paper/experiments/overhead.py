@@ -9,106 +9,34 @@ Rows: counts, step, packed, loss, jitter, loop; with --data, loader; methods onl
 each, the sides with their time, images/s, memory or MACs, and the ratio of one to the other.
 --json FILE keeps all numbers.
 
-Sides are timed in rounds: every side once, in random order, and in the next round in reverse, so
-that a drift of the machine cancels. Times are medians and quartiles; ratios are taken by round.
+Times are medians and quartiles over rounds of all sides in turn; ratios are taken within a round.
 `wall` is the clock; `CPU` the time of this process on all cores, less disturbed by other programs.
 """
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import os
-import random
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Callable, Sequence
 from unittest import mock
 
 import torch
 import torchvision
-from PIL import Image, ImageFilter, ImageOps
-from torch import Tensor
 from torch.utils.data import default_collate
-from torchvision import transforms
 
 import ser
-from paper.experiments import macs
+from paper.experiments import macs, timing
+from paper.experiments.pieces import loader, loss, loss_alone, packed
+from paper.experiments.timing import compared, peak, ratios, spread
 from ser import require
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-IMAGES = 256 if CUDA else 16             # of a step
-B2 = (3, 64) if CUDA else (2, 4)         # of them in b2; r = .01 of 16 would be none
+B2 = (3, 64) if timing.CUDA else (2, 4)     # of a step; r = .01 of 16 would be none
 METHODS = ("augself", "equimod", "stl", "essl")
-
-# ==== Measuring ===================================================================================
-Times = dict[str, dict[str, list[float]]]     # side -> "wall" or "CPU" -> seconds of every round
-
-def now() -> tuple[float, float]:
-    """The clock and the CPU time of this process, once the device is done."""
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
-
-def in_turn(rounds: int, sides: dict[str, Callable[[int], Any]], warm: int = 1) -> Times:
-    """Time every side once a round, after `warm` rounds that do not count. A side is called with
-    the number of the round, which is negative while warming up."""
-    times: Times = {name: {"wall": [], "CPU": []} for name in sides}
-    draw = random.Random(0)
-    order = list(sides)
-    for turn in range(-warm, rounds):
-        order = order[::-1] if turn % 2 else draw.sample(order, len(order))
-        for name in order:
-            wall, cpu = now()
-            sides[name](turn)
-            wall_after, cpu_after = now()
-            if turn >= 0:
-                times[name]["wall"].append(wall_after - wall)
-                times[name]["CPU"].append(cpu_after - cpu)
-    return times
-
-def spread(values: Sequence[float], unit: str = "s") -> str:
-    """Median and quartiles, for a table."""
-    if len(values) == 1:
-        values = [values[0], values[0]]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.4g} {unit} ({low:.4g}-{high:.4g})"
-
-def ratios(times: Times, name: str, base: str, clock: str = "wall") -> list[float]:
-    """Time of `name` over that of `base`, round by round."""
-    return [a / b for a, b in zip(times[name][clock], times[base][clock])]
-
-def compared(times: Times, name: str, base: str) -> str:
-    """`ratios` on the wall clock, and in CPU time unless that is spent waiting for a GPU."""
-    clocks = ("wall",) if CUDA else ("wall", "CPU")
-    return ", ".join(f"{clock} {spread(ratios(times, name, base, clock), 'x')}" for clock in clocks)
-
-def peak() -> float:
-    """MB: the most that CUDA's allocator held, or the most that was resident. Linux hands ru_maxrss
-    down from the process that starts this one, so there it is VmHWM."""
-    if CUDA:
-        return torch.cuda.max_memory_allocated() / 1e6
-    if sys.platform == "linux":
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6     # from kB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6       # bytes on a Mac
-
-def fresh(*what: str, memory: bool = False) -> dict[str, float]:
-    """What `--alone WHAT` prints in a process of its own. memory: glibc, unless told otherwise,
-    gives back blocks above 1 MB, which takes time; else more is resident than in use."""
-    changed = {"MALLOC_MMAP_THRESHOLD_": "1048576"} if memory else {}
-    torch.cuda.empty_cache()     # the other process needs the GPU's memory; nothing without one
-    command = [sys.executable, "-m", "paper.experiments.overhead", "--alone", *what]
-    run = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE,
-                         env=os.environ | changed, cwd=Path(ser.__file__).parent)
-    return json.loads(run.stdout)
 
 # ==== The training step ===========================================================================
 draw_geometry = ser.sample_geometry
@@ -124,20 +52,20 @@ class Step:
 
     def __init__(self, cfg: Any, build: Callable[[Any], Any] = ser.build, compiled: bool = False):
         self.cfg = cfg
-        self.device = ser.setup()[0] if DEVICE.type == "cpu" else DEVICE     # as in training
-        self.model = build(cfg).to(DEVICE)
+        ser.setup()     # as in training
+        self.model = build(cfg).to(timing.DEVICE)
         if compiled:
             for block in self.model.modules():
                 if isinstance(block, ser.Block):
                     block.compile(dynamic=True)
-        self.optimizer = cfg.optimizer(self.model, fused=CUDA)
+        self.optimizer = cfg.optimizer(self.model, fused=timing.CUDA)
         side = cfg.image_size
         images = torch.randint(256, (cfg.batch_size, 3, side, side), dtype=torch.uint8,
                                generator=ser.rng("overhead"))
         data = cfg.dataset(images)
         keys = ser.partition(list(range(len(images))), 0, cfg.b2_images(1), 0, 1)
         loaded = default_collate([data[key] for key in keys])[0]
-        self.loaded = [(pixels.to(DEVICE), *draws) for pixels, *draws in loaded]
+        self.loaded = [(pixels.to(timing.DEVICE), *draws) for pixels, *draws in loaded]
         self.grids: dict[int, list[tuple[int, int]]] = {}     # of b2, step -> for each view
 
     def views(self, turn: int) -> ser.Batch:
@@ -150,7 +78,7 @@ class Step:
     def __call__(self, turn: int) -> None:
         batch = self.views(turn)
         self.model.base.update(0.5)
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
+        with torch.autocast(timing.DEVICE.type, torch.bfloat16, enabled=timing.CUDA):
             loss = self.model(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
@@ -159,9 +87,10 @@ class Step:
 
 def step_settings() -> dict[str, ser.Config]:
     """The sides of `step`, MoCo-v3 first: ViT-S/16 at 224."""
-    found = {"MoCo-v3": ser.Config(batch_size=IMAGES, ratio=0.0, cls_layer=0)}
+    found = {"MoCo-v3": ser.Config(batch_size=timing.IMAGES, ratio=0.0, cls_layer=0)}
     for b2 in B2:
-        found[f"SER, {b2} of {IMAGES} in b2"] = ser.Config(batch_size=IMAGES, ratio=b2 / IMAGES)
+        name = f"SER, {b2} of {timing.IMAGES} in b2"
+        found[name] = ser.Config(batch_size=timing.IMAGES, ratio=b2 / timing.IMAGES)
     return found
 
 def step_alone(name: str, how: str) -> dict[str, float]:
@@ -178,18 +107,18 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     64, bf16. Memory is the peak of a side alone in a process: of CUDA's allocator, or resident."""
     rows: dict[str, Any] = {}
     settings = step_settings()
-    for how, warm in {"eager": 1, "compiled": 20}.items() if CUDA else {"eager": 1}.items():
-        peaks = {name: fresh("step", name, how, memory=True)["peak_mb"] for name in settings}
+    for how, warm in {"eager": 1, "compiled": 20}.items() if timing.CUDA else {"eager": 1}.items():
+        peaks = {name: timing.fresh("step", name, how, memory=True)["peak_mb"] for name in settings}
         steps = {name: Step(cfg, compiled=how == "compiled") for name, cfg in settings.items()}
-        times = in_turn(options.pairs, steps, warm)
+        times = timing.in_turn(options.pairs, steps, warm)
         for name, cfg in settings.items():
             drawn = [steps[name].grids.get(turn, []) for turn in range(options.pairs)]
             work = statistics.mean(macs.step_macs(cfg, *grids) for grids in drawn)
-            rate = IMAGES / statistics.median(times[name]["wall"])
+            rate = timing.IMAGES / statistics.median(times[name]["wall"])
             row = {"times": times[name], "images_per_s": rate, "peak_mb": peaks[name], "macs": work}
             rows[f"{name}, {how}"] = row
             speed = 2 * work * rate / 1e12
-            share = f", {speed / 989:.1%} of an H100's or H200's 989" if CUDA else ""
+            share = f", {speed / 989:.1%} of an H100's or H200's 989" if timing.CUDA else ""
             print(f"  {name:22} {how:8} {spread(times[name]['wall']):28} {rate:8.2f} images/s "
                   f"{peaks[name]:8,.0f} MB {speed:.3g} TFLOP/s{share}")
             if cfg.ratio > 0:
@@ -214,7 +143,7 @@ def method_step(name: str, images: int) -> Step:
 
 def method_alone(name: str) -> dict[str, float]:
     """What --alone methods runs: the peak of three steps, as `step_alone`."""
-    step = method_step(name, IMAGES)
+    step = method_step(name, timing.IMAGES)
     for turn in range(3):
         step(turn)
     return {"peak_mb": peak()}
@@ -224,9 +153,9 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     script, against MoCo-v3 alone: time, trainable parameters, MACs of forward + backward per image
     (counted on two), peak memory alone in a process. ViT-S/16 at 224, 16 images, on a GPU 256."""
     names = ("MoCo-v3", *METHODS)
-    peaks = {name: fresh("methods", name, memory=True)["peak_mb"] for name in names}
-    steps = {name: method_step(name, IMAGES) for name in names}
-    times = in_turn(options.pairs, steps)
+    peaks = {name: timing.fresh("methods", name, memory=True)["peak_mb"] for name in names}
+    steps = {name: method_step(name, timing.IMAGES) for name in names}
+    times = timing.in_turn(options.pairs, steps)
     rows: dict[str, Any] = {}
     for name in names:
         two = method_step(name, 2)
@@ -240,92 +169,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
               f"{work / rows['MoCo-v3']['macs']:.3f}x, {peaks[name]:,.0f} MB")
     return rows
 
-# ==== Packing and the loss ========================================================================
-def packed_batches(b1: int, b2: int, crops: int) -> dict[str, tuple[list[Tensor], list[list]]]:
-    """Setting -> (the image batches of one call of the encoder, those of each of several calls)."""
-    noise = functools.partial(torch.randn, device=DEVICE)
-    pair = []
-    for _ in range(2):
-        pair += [noise(b1, 3, 224, 224), noise(b2, 3, 192, 240)]
-    large = [noise(crops, 3, 224, 224) for _ in range(2)]
-    small = [noise(crops, 3, 96, 96) for _ in range(4)]
-    return {f"2 views, {b1} images at 224 x 224 and {b2} at 192 x 240": (pair, [[x] for x in pair]),
-            f"2 views at 224 and 4 at 96 px of {crops} images": (
-                large + small, [[torch.cat(large)], [torch.cat(small)]])}
-
-def encode(encoder: ser.ViT, calls: list[list[Tensor]]) -> Tensor:
-    """The [CLS] of all images from a pass per call, and the gradient of a function of them."""
-    encoder.zero_grad()
-    found = []
-    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
-        for call in calls:
-            found += [encoded.cls for encoded in encoder(call)]
-        cls = torch.cat(found)
-    cls.float().mean(0).square().sum().backward()
-    return cls.detach()
-
-def packed(options: argparse.Namespace) -> dict[str, Any]:
-    """Forward + backward of the encoder, all batches packed into one pass, against a pass for each
-    batch (b1 and b2 of a step), or for each resolution (2 + 4 views, each in one tensor)."""
-    ser.setup()
-    encoder = ser.build(ser.Config()).base.encoder.to(DEVICE)
-    n_b2 = 3 if CUDA else 4
-    rows = {}
-    for setting, (one, several) in packed_batches(IMAGES - n_b2, n_b2, IMAGES // 2).items():
-        separate = f"{len(several)} passes"
-        times = in_turn(options.pairs, {"packed": lambda _: encode(encoder, [one]),
-                                        separate: lambda _: encode(encoder, several)})
-        rows[setting] = {"times": times, "ratio": ratios(times, "packed", separate)}
-        print(f"  {setting}\n    packed {spread(times['packed']['wall'])}, {separate} "
-              f"{spread(times[separate]['wall'])}\n    {compared(times, 'packed', separate)}")
-    return rows
-
-def bare_products(anchors: Tensor, keys: Tensor, chunk: int) -> None:
-    """The matrix products of patch_ntxent's forward and backward pass and nothing else: the logits
-    of each block, again if there are several, and the gradients of anchors and keys."""
-    for part in anchors.split(chunk):
-        logits = part @ keys.T
-    for part in anchors.split(chunk):
-        if chunk < len(anchors):
-            logits = part @ keys.T
-        logits @ keys
-        logits.T @ part
-
-def loss_alone(side: str, images: int = 64, tokens: int = 196,
-               width: int = 512) -> dict[str, float]:
-    """What --alone loss runs: forward and backward on 64 images x 196 tokens x 512."""
-    z, z_prime = (torch.randn(images, tokens, width, device=DEVICE, requires_grad=True)
-                  for _ in range(2))
-    ser.patch_ntxent(z[:4], z_prime[:4]).backward()
-    memory = peak()
-    since = now()[0]
-    if side == "bare":
-        keys = torch.cat([z, z_prime]).detach().flatten(0, 1)
-        bare_products(keys[:images * tokens], keys, max(1, 2 ** 23 // len(keys)))     # of 32 MB
-    else:
-        chunk = images * tokens if side == "whole" else None
-        ser.patch_ntxent(z, z_prime, chunk=chunk).backward()
-    return {"seconds": now()[0] - since, "extra_mb": peak() - memory}
-
-def loss(options: argparse.Namespace) -> dict[str, Any]:
-    """patch_ntxent in blocks of 32 MB, computed again in the backward pass, against all logits at
-    once, and against the bare matrix products of those blocks. Forward + backward, 64 x 196 x 512,
-    fp32: time, and peak memory beyond the inputs, in fresh processes."""
-    names = {"blocks": "blocks of 32 MB", "whole": "all logits at once", "bare": "bare products"}
-    found = {side: {"seconds": [], "extra_mb": []} for side in names}
-    for turn in range(min(3, options.pairs)):
-        for side in list(names)[::-1 if turn % 2 else 1]:
-            found[side]["seconds"].append(fresh("loss", side)["seconds"])
-            if side != "bare":
-                found[side]["extra_mb"].append(fresh("loss", side, memory=True)["extra_mb"])
-    for side, runs in found.items():
-        ratio = [a / b for a, b in zip(runs["seconds"], found["blocks"]["seconds"])]
-        memory = spread(runs["extra_mb"], "MB") if runs["extra_mb"] else ""
-        print(f"  {names[side]:20} {spread(runs['seconds']):28} "
-              f"{spread(ratio, 'x of the blocks'):36} {memory}")
-    return found
-
-# ==== Jitter, loader, loop ========================================================================
+# ==== Jitter, the loop, the counts ================================================================
 def jitter(options: argparse.Namespace) -> dict[str, Any]:
     """Photometric jitter, a view at a time, against the whole training step of MoCo-v3 that it is
     part of (16 images, 256 on a GPU): milliseconds per image, and the share of both views."""
@@ -334,77 +178,34 @@ def jitter(options: argparse.Namespace) -> dict[str, Any]:
     for v, (pixels, _, drawn) in enumerate(step.loaded):
         x = pixels.float() / 255
         sides[f"view {v}"] = lambda turn, x=x, drawn=drawn: ser.photometric(x, drawn)
-    times = in_turn(options.pairs, sides | {"step": step})
-    each = {name: [1e3 * s / IMAGES for s in times[name]["wall"]] for name in times}
+    times = timing.in_turn(options.pairs, sides | {"step": step})
+    each = {name: [1e3 * s / timing.IMAGES for s in times[name]["wall"]] for name in times}
     for name, values in each.items():
         print(f"  {name:20} {spread(values, 'ms per image')}")
     share = [100 * sum(views) / whole for *views, whole in zip(*each.values())]
     print(f"  {'share of the step':20} {spread(share, '%')}")
     return {"ms_per_image": each, "share_percent": share}
 
-def moco_v3_pipeline(blur: float, solarize: float) -> transforms.Compose:
-    """moco-v3's augmentation of one view, in Pillow and torchvision as its repository has it."""
-    def smooth(image: Image.Image) -> Image.Image:
-        return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
-
-    return transforms.Compose([
-        transforms.RandomResizedCrop(224, scale=(0.08, 1.0)),
-        transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8),
-        transforms.RandomGrayscale(p=0.2),
-        transforms.RandomApply([transforms.Lambda(smooth)], p=blur),
-        transforms.RandomApply([transforms.Lambda(ImageOps.solarize)], p=solarize),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize(ser.MEAN.flatten().tolist(), ser.STD.flatten().tolist())])
-
-def loader(options: argparse.Namespace) -> dict[str, Any]:
-    """Images per second of one core: ser.Dataset (decoding and two crops; jitter is the device's
-    work) against moco-v3's whole recipe of two views on the CPU; at most 200 images of --data."""
-    paths = ser.list_images(options.data)[:200]
-    data = ser.Config().dataset(paths)
-    first = moco_v3_pipeline(1.0, 0.0)
-    second = moco_v3_pipeline(0.1, 0.2)
-
-    def ours(turn: int) -> None:
-        for i in range(len(paths)):
-            data[ser.Key(turn, i, i, False)]
-
-    def theirs(turn: int) -> None:
-        for path in paths:
-            image = Image.open(path).convert("RGB")
-            first(image)
-            second(image)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = in_turn(options.pairs, {"ser": ours, "moco-v3": theirs})
-    torch.set_num_threads(threads)
-    for name in times:
-        rates = [len(paths) / seconds for seconds in times[name]["wall"]]
-        print(f"  {name:20} {spread(rates, 'images/s')}")
-    ratio = ratios(times, "moco-v3", "ser")
-    print(f"  {'ratio':20} {spread(ratio, 'x')}")
-    return {**times, "ratio": ratio}
-
 def loop(options: argparse.Namespace) -> dict[str, Any]:
     """ser.train itself, from files to AdamW, with a worker for each core: images/s, and the share
     of the time that it waits for images. ViT-S/16 at 224 on --data, or on drawn images as
     JPEG files; the second half of the steps, which outlasts what the workers have loaded ahead."""
-    steps = 200 if CUDA else 8
+    steps = 200 if timing.CUDA else 8
     with tempfile.TemporaryDirectory() as folder:
         data = options.data
         if not data:
             data = str(Path(folder, "images"))
             Path(data).mkdir()
-            for i, image in enumerate(ser.draw_images(4 * IMAGES, 256, seed=0)[0]):
+            for i, image in enumerate(ser.draw_images(4 * timing.IMAGES, 256, seed=0)[0]):
                 torchvision.io.write_jpeg(image, f"{data}/{i:04}.jpg")
-        per_epoch = len(ser.list_images(data)) // IMAGES
-        cfg = ser.Config(data=data, out=folder, batch_size=IMAGES, ratio=B2[0] / IMAGES,
-                         warmup_epochs=0.0, epochs=steps / per_epoch, workers=os.cpu_count() or 1,
+        per_epoch = len(ser.list_images(data)) // timing.IMAGES
+        cfg = ser.Config(data=data, out=folder, batch_size=timing.IMAGES,
+                         ratio=B2[0] / timing.IMAGES, warmup_epochs=0.0,
+                         epochs=steps / per_epoch, workers=os.cpu_count() or 1,
                          log_every=steps // 2, save_every=steps)
         ser.train(cfg)
         last = json.loads(Path(folder, "log.jsonl").read_text().splitlines()[-1])
-    print(f"  {IMAGES} images a step, {B2[0]} in b2, {cfg.workers} workers: "
+    print(f"  {timing.IMAGES} images a step, {B2[0]} in b2, {cfg.workers} workers: "
           f"{last['images_per_s']:.2f} images/s, {last['waiting']:.2%} of the time waiting")
     return last
 
@@ -435,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.error = lambda message: require(False, f"{message}; see --help")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: see above")
     parser.add_argument("--data", default="", help="images for the rows loader and loop")
-    parser.add_argument("--pairs", type=int, default=20 if CUDA else 7,
+    parser.add_argument("--pairs", type=int, default=20 if timing.CUDA else 7,
                         help="rounds of a comparison; of the loss at most 3 [%(default)s]")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--alone", nargs="+", help=argparse.SUPPRESS)     # see `fresh`
@@ -447,8 +248,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     require(options.data or "loader" not in options.rows, "the row loader needs --data FOLDER")
     if options.data:
         images = ser.list_images(options.data)
-        require(len(images) >= IMAGES,
-                f"--data {options.data}: {len(images)} images are fewer than a step's {IMAGES}")
+        require(len(images) >= timing.IMAGES,
+                f"--data {options.data}: {len(images)} images are fewer than a step takes, "
+                f"{timing.IMAGES}")
         for path in images[:200]:
             try:
                 ser.read_image(path)
@@ -467,7 +269,9 @@ def measure(argv: Sequence[str] | None) -> None:
         what, *how = options.alone
         print(json.dumps(ALONE[what](*how)))
         return
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if timing.CUDA:
+        device = torch.cuda.get_device_name()
     found = {"device": device, "torch": torch.__version__, "python": sys.version.split()[0]}
     print("{device}, torch {torch}, Python {python}".format(**found))
     for row in options.rows:

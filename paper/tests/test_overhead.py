@@ -13,7 +13,7 @@ import torch
 import torchvision
 
 import ser
-from paper.experiments import macs, overhead
+from paper.experiments import macs, overhead, pieces, timing
 from test_ser import TOY as SMALL
 from test_ser import close
 
@@ -23,8 +23,8 @@ TOY = SMALL | dict(image_size=32, patch_size=4)
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """In fp32, also where there is a GPU."""
-    monkeypatch.setattr(overhead, "CUDA", False)
-    monkeypatch.setattr(overhead, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(timing, "CUDA", False)
+    monkeypatch.setattr(timing, "DEVICE", torch.device("cpu"))
 
 def test_counts_are_the_papers_and_the_command_writes_them_as_json(tmp_path, capsys):
     """Table "Computation overhead": 42.9 M, 43.4 M (43.35), 18.48 G, 18.63 G, 1.008x. True forward
@@ -62,15 +62,15 @@ def test_bare_products_are_those_of_patch_ntxent(chunk):
     """Four images of nine tokens: 36 anchors in blocks of 10, computed again, or in one, once."""
     z, z_prime = (torch.randn(4, 9, 8, requires_grad=True) for _ in range(2))
     keys = torch.cat([z, z_prime]).detach().flatten(0, 1)
-    bare = macs.macs(lambda: overhead.bare_products(keys[:36], keys, chunk))
+    bare = macs.macs(lambda: pieces.bare_products(keys[:36], keys, chunk))
     assert macs.macs(lambda: ser.patch_ntxent(z, z_prime, chunk=chunk).backward()) == bare > 0
 
 def test_packed_and_separate_passes_give_equal_values_and_gradients():
     encoder = ser.ViT(224, 16, 16, 2, 2, 1)
-    for one, several in overhead.packed_batches(2, 1, 2).values():
+    for one, several in pieces.packed_batches(2, 1, 2).values():
         found = []
         for calls in ([one], several):
-            cls = overhead.encode(encoder, calls)
+            cls = pieces.encode(encoder, calls)
             gradients = [p.grad.clone() for p in encoder.parameters() if p.requires_grad]
             found.append([cls, *gradients])
         assert len(found[0][0]) == sum(map(len, one)) and len(several) > 1
@@ -133,9 +133,9 @@ def test_the_row_of_the_add_ons_compares_each_with_moco_v3(
         asked.append(what)
         return {"peak_mb": 7.0}
 
-    monkeypatch.setattr(overhead, "IMAGES", 4)
-    monkeypatch.setattr(overhead, "in_turn", given_times)
-    monkeypatch.setattr(overhead, "fresh", fresh)
+    monkeypatch.setattr(timing, "IMAGES", 4)
+    monkeypatch.setattr(timing, "in_turn", given_times)
+    monkeypatch.setattr(timing, "fresh", fresh)
     path = tmp_path / "found.json"
     assert overhead.main(["--rows", "methods", "--pairs", "2", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["methods"]
@@ -153,13 +153,13 @@ REAL_BUILD = ser.build
 def test_every_other_round_reverses_the_one_before():
     called = []
     sides = {name: lambda turn, n=name: called.append((turn, n)) for name in "abc"}
-    times = overhead.in_turn(4, sides, warm=2)
+    times = timing.in_turn(4, sides, warm=2)
     rounds = [[n for turn, n in called if turn == t] for t in range(-2, 4)]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
     assert rounds[::2] == [names[::-1] for names in rounds[1::2]]
     assert all(len(seconds) == 4 for side in times.values() for seconds in side.values())
-    assert overhead.spread([2.0]) == "2 s (2-2)"
-    assert overhead.spread([3, 1, 2], "x") == "2 x (1.5-2.5)"
+    assert timing.spread([2.0]) == "2 s (2-2)"
+    assert timing.spread([3, 1, 2], "x") == "2 x (1.5-2.5)"
 
 def test_the_order_of_the_sides_is_random():
     """A round and its reverse begin each side equally often only if the first is drawn."""
@@ -168,16 +168,16 @@ def test_the_order_of_the_sides_is_random():
     def side(name):
         return lambda turn: first.append((turn, name))
 
-    overhead.in_turn(40, {name: side(name) for name in "abc"})
+    timing.in_turn(40, {name: side(name) for name in "abc"})
     begins = [next(name for turn, name in first if turn == t) for t in range(0, 40, 2)]
     assert set(begins) == {"a", "b", "c"}
 
 def test_the_clocks_are_the_wall_and_the_process(monkeypatch):
     """A side that sleeps takes wall time and no CPU time."""
     ticks = iter(range(100))
-    monkeypatch.setattr(overhead.time, "perf_counter", lambda: 10.0 * next(ticks))
-    monkeypatch.setattr(overhead.time, "process_time", lambda: 0.0)
-    times = overhead.in_turn(2, {"a": lambda turn: None})
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 10.0 * next(ticks))
+    monkeypatch.setattr(timing.time, "process_time", lambda: 0.0)
+    times = timing.in_turn(2, {"a": lambda turn: None})
     assert times["a"] == {"wall": [10.0, 10.0], "CPU": [0.0, 0.0]}
 
 def given_times(rounds, sides, warm=1):
@@ -200,15 +200,15 @@ class NoStep:
 
 def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_is(
         monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(overhead, "in_turn", given_times)
-    monkeypatch.setattr(overhead, "fresh", lambda *_, **__: {"peak_mb": 1.0})
+    monkeypatch.setattr(timing, "in_turn", given_times)
+    monkeypatch.setattr(timing, "fresh", lambda *_, **__: {"peak_mb": 1.0})
     monkeypatch.setattr(overhead, "Step", NoStep)
     small = ser.Config(**TOY)
     plain = dataclasses.replace(small, ratio=0.0)
     monkeypatch.setattr(overhead, "step_settings",
                         lambda: {"MoCo-v3": plain, "SER, 2": small, "SER, 4": small})
-    monkeypatch.setattr(overhead, "packed_batches", lambda *_: {"2": ([], [[]]), "6": ([], [[]])})
-    monkeypatch.setattr(overhead, "moco_v3_pipeline", lambda *_: None)
+    monkeypatch.setattr(pieces, "packed_batches", lambda *_: {"2": ([], [[]]), "6": ([], [[]])})
+    monkeypatch.setattr(pieces, "moco_v3_pipeline", lambda *_: None)
     monkeypatch.setattr(ser, "build", lambda cfg: REAL_BUILD(small))
     for i in range(16):
         torchvision.utils.save_image(torch.rand(3, 8, 8), tmp_path / f"{i}.png")
@@ -230,10 +230,10 @@ def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_
 def test_peak_is_that_of_the_process_and_not_of_the_one_that_started_it(monkeypatch):
     """ru_maxrss is: a step of 3.7 GB read 6.9 GB after the step row had filled the parent."""
     status = "VmPeak:\t 9000 kB\nVmHWM:\t    2000 kB\nVmRSS:\t 7 kB\n"
-    assert overhead.peak() > 50
+    assert timing.peak() > 50
     files = {"/proc/self/status": status}
-    monkeypatch.setattr(overhead.Path, "read_text", lambda path: files[str(path)])
-    assert overhead.peak() == 2.048
+    monkeypatch.setattr(timing.Path, "read_text", lambda path: files[str(path)])
+    assert timing.peak() == 2.048
 
 @pytest.mark.parametrize("argv, said", [
     (["--rows", "loader"], "needs --data"),
@@ -261,7 +261,7 @@ def test_sides_with_a_process_of_their_own_run_and_the_loss_row_asks_for_all_of_
         what, side = command[command.index("--alone") + 1:]
         assert what == "loss"
         asked.append(side)
-        found = overhead.loss_alone(side, images=5, tokens=4, width=8)
+        found = pieces.loss_alone(side, images=5, tokens=4, width=8)
         return subprocess.CompletedProcess(command, 0, json.dumps(found))
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -275,9 +275,9 @@ def test_the_jitter_row_sums_both_views_over_the_step(monkeypatch):
         return {name: {"wall": [4.0 if name == "step" else 1.0]} for name in sides}
 
     moco = ser.Config(**TOY | dict(ratio=0.0))
-    monkeypatch.setattr(overhead, "IMAGES", 8)
+    monkeypatch.setattr(timing, "IMAGES", 8)
     monkeypatch.setattr(overhead, "step_settings", lambda: {"MoCo-v3": moco})
-    monkeypatch.setattr(overhead, "in_turn", given)
+    monkeypatch.setattr(timing, "in_turn", given)
     found = overhead.jitter(overhead.parse([]))
     assert found["share_percent"] == [50.0]
     assert found["ms_per_image"] == {"view 0": [125.0], "view 1": [125.0], "step": [500.0]}
