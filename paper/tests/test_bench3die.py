@@ -91,8 +91,8 @@ def test_the_command(root, listed, tmp_path, capsys):
     broken = Path(root, "02747177/d/image_1.jpg")
     whole = broken.read_bytes()
     broken.write_bytes(b"no image")
-    argv = ["--data", root, "--split", listed, "--checkpoint", path, "--epochs", "6", "--views", "5",
-            "--batch-size", "8", "--workers", "0", "--lr", "3", "30"]
+    argv = ["--data", root, "--split", listed, "--checkpoint", path, "--epochs", "6", "--views",
+            "5", "--batch-size", "8", "--workers", "0", "--lr", "3", "30"]
     try:
         assert bench3die.main(argv) == 0
     finally:

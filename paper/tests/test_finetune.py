@@ -1,4 +1,4 @@
-"""What paper/evaluations/finetune.py promises, and the training loop that it shares with coco.py."""
+"""What paper/evaluations/finetune.py promises, and the loop that it shares with coco.py."""
 import dataclasses
 import json
 import os
@@ -66,8 +66,8 @@ def model_of(path, **settings):
 
 # ==== Model and optimizer =========================================================================
 def test_groups_are_those_of_a_list_made_by_hand(toy):
-    """A parameter's learning rate is .75 ^ (depth + 1 - l) of the head's, with l = 0 in front of the
-    blocks, and only matrices decay; every parameter is in exactly one group."""
+    """A parameter's learning rate is .75 ^ (depth + 1 - l) of the head's, with l = 0 in front of
+    the blocks, and only matrices decay; every parameter is in exactly one group."""
     model, cfg = model_of(toy, layer_decay=0.75, weight_decay=0.05)
     block = ("norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight",
              "attn.proj.bias", "norm2.weight", "norm2.bias", "mlp.fc1.weight", "mlp.fc1.bias",
@@ -144,9 +144,20 @@ def test_learning_rate_zero_leaves_everything(toy, drawn):
     after = ser.load_checkpoint(Path(toy).with_name("finetune.pt"))["model"]
     assert same(after, dict(model.state_dict()))
 
+def test_the_rate_of_each_layer_is_scaled(toy, drawn):
+    """With a decay of almost 0 per block, only what is behind the blocks moves."""
+    cfg = Settings(checkpoint=toy, **QUICK | dict(epochs=1, layer_decay=1e-8, weight_decay=0.0))
+    finetune.finetune(cfg)
+    model, _ = model_of(toy)
+    after = ser.load_checkpoint(Path(toy).with_name("finetune.pt"))["model"]
+    for name, before in model.state_dict().items():
+        moves = name.startswith(("head", "base.encoder.norm"))
+        assert ((after[name] - before).abs().max() > 1e-5) == moves, name
+
 def test_the_loss_is_the_smoothed_cross_entropy_of_the_probes_crops(toy, drawn):
     """Smoothing by s: (1 - s) times the cross-entropy plus s times that with the uniform target."""
-    settings = dict(base_lr=0.0, drop_path=0.0, batch_size=24, epochs=1, label_smoothing=0.25, seed=3)
+    settings = dict(base_lr=0.0, drop_path=0.0, batch_size=24, epochs=1, seed=3)
+    settings |= dict(label_smoothing=0.25)
     result = finetune.finetune(Settings(checkpoint=toy, **QUICK | settings))
     model, _ = model_of(toy, **settings)
     crops = Crops(coloured(), 16, seed=3)
@@ -175,7 +186,8 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(toy, drawn, tmp_pa
         patch.setattr(ser, "save_whole", save_and_stop)
         with pytest.raises(KeyboardInterrupt):
             finetune.finetune(broken)
-    assert ser.load_checkpoint(tmp_path / "broken.pt")["step"] == 3 and not Path(broken.out).exists()
+    assert ser.load_checkpoint(tmp_path / "broken.pt")["step"] == 3
+    assert not Path(broken.out).exists()
     finetune.finetune(broken)
     states = [ser.load_checkpoint(tmp_path / name) for name in ("whole.pt", "broken.pt")]
     assert same(*states) and states[0]["step"] == 6
@@ -188,9 +200,10 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(toy, drawn, tmp_pa
 
 def rank_main(rank, ranks, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
-    cfg = Settings(data=f"{folder}/images", checkpoint=f"{folder}/last.pt", out=f"{folder}/two.json",
-                   **QUICK | dict(drop_path=0.0, epochs=1))
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    cfg = Settings(data=f"{folder}/images", checkpoint=f"{folder}/last.pt",
+                   out=f"{folder}/two.json", **QUICK | dict(drop_path=0.0, epochs=1))
     finetune.finetune(cfg)
     dist.destroy_process_group()
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally
@@ -211,7 +224,7 @@ def test_two_ranks_equal_one(toy, tmp_path):
 
 # ==== Command line ================================================================================
 def test_the_command_on_class_folders(toy, tmp_path, capsys):
-    """Broken files are named, teach nothing and are wrong; the result is a checkpoint of its own."""
+    """Broken files are named, teach nothing and are wrong; the weights are a checkpoint."""
     data = image_folder(tmp_path / "images", val=10)
     argv = ["--data", data, "--checkpoint", toy, "--epochs", "1", "--batch-size", "8", "--workers",
             "0", "--fraction", "0.5", "--random-init"]
@@ -239,7 +252,8 @@ def test_a_checkpoint_of_dino(tmp_path, drawn):
     (["--checkpoint", "nowhere.pt"], "nowhere.pt is missing")])
 def test_mistakes_are_one_line(argv, line, toy, drawn, capsys):
     assert finetune.main(["--checkpoint", toy, *argv] if "--checkpoint" not in argv else argv) == 2
-    error = [text for text in capsys.readouterr().err.splitlines() if text.startswith("finetune.py:")]
+    printed = capsys.readouterr().err.splitlines()
+    error = [text for text in printed if text.startswith("finetune.py:")]
     assert len(error) == 1 and line in error[0]
 
 def test_more_than_one_broken_file_in_a_thousand_stops(toy, tmp_path):
