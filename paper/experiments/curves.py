@@ -75,7 +75,10 @@ def write_png(figure: Any, path: Path) -> None:
 
 def draw(figure: Any, logs: dict[str, dict[int, dict[str, Any]]]) -> None:
     """A panel for each value of PANELS that one of the logs has."""
-    shown = [panel for panel in PANELS if any(series(log, panel[1]) for log in logs.values())]
+    logged = set()
+    for log in logs.values():
+        logged |= {key for _, key, _ in PANELS if series(log, key)}
+    shown = [panel for panel in PANELS if panel[1] in logged]
     require(len(shown) > 0, "these logs hold none of the values that ser.py logs")
     axes = figure.subplots(2, (len(shown) + 1) // 2, squeeze=False).flatten()
     for place, (title, key, chance) in zip(axes, shown):

@@ -213,7 +213,9 @@ def compare(found: dict[str, list[dict[str, float]]]) -> Rows:
     are differences within a seed."""
     rows: Rows = {}
     for name in found["ser"][0]:
-        columns = {column: [one[name] for one in found[column]] for column in COLORS}
+        columns = {}
+        for column in COLORS:
+            columns[column] = [one[name] for one in found[column]]
         for other in ("control", "moco"):
             pairs = zip(columns["ser"], columns[other])
             columns[f"ser - {other}"] = [a - b for a, b in pairs]
@@ -326,7 +328,9 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
                                    "trained": gradients(one, paths, last)}))
 
     rows = compare(found)
-    spent = sum(minutes(one) for cfgs in runs.values() for one in cfgs)
+    spent = 0.0
+    for cfgs in runs.values():
+        spent += sum(map(minutes, cfgs))
     layer = max(cfg.equiv_layers)
     names = [name for name in rows if "%" in name]
     for element in ELEMENTS:

@@ -30,11 +30,16 @@ def test_a_resumed_and_killed_log_counts_each_step_once_and_in_order(tmp_path):
 def test_the_picture_has_losses_with_their_chance_retrieval_and_rates(
         tmp_path, capsys, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(14, 6))
-    moco = write_log(tmp_path / "moco", {"config": {}},
-                     *(step(n, inv=6.0 - n, inv_chance=6.1, lr=n / 10) for n in (1, 2)))
-    own = write_log(tmp_path / "ser", step(1, inv=5, inv_chance=6.1, equiv=7, equiv_chance=8),
-                    step(3, inv=4, inv_chance=6.1, equiv=6, equiv_chance=9, patch_top1=0.5,
-                         images_per_s=100))
+    moco = write_log(
+        tmp_path / "moco",
+        {"config": {}},
+        step(1, inv=5, inv_chance=6.1, lr=0.1),
+        step(2, inv=4, inv_chance=6.1, lr=0.2))
+    later = dict(patch_top1=0.5, images_per_s=100)
+    own = write_log(
+        tmp_path / "ser",
+        step(1, inv=5, inv_chance=6.1, equiv=7, equiv_chance=8),
+        step(3, inv=4, inv_chance=6.1, equiv=6, equiv_chance=9, **later))
     monkeypatch.setattr(curves, "empty_figure", lambda *size: figure)
     out = tmp_path / "curves.png"
     assert curves.main([str(moco), str(own), "--out", str(out)]) == 0
@@ -47,8 +52,11 @@ def test_the_picture_has_losses_with_their_chance_retrieval_and_rates(
         if lines:
             shown[axes.get_title()] = lines
     assert shown == {
-        "L_inv": [("-", [1, 2], [5, 4]), (":", [1, 2], [6.1, 6.1]),
-                  ("-", [1, 3], [5, 4]), (":", [1, 3], [6.1, 6.1])],
+        "L_inv": [
+            ("-", [1, 2], [5, 4]),
+            (":", [1, 2], [6.1, 6.1]),
+            ("-", [1, 3], [5, 4]),
+            (":", [1, 3], [6.1, 6.1])],
         "L_equiv": [("-", [1, 3], [7, 6]), (":", [1, 3], [8, 9])],
         "patch retrieval, share": [("-", [3], [0.5])],
         "learning rate": [("-", [1, 2], [0.1, 0.2])],
@@ -56,8 +64,11 @@ def test_the_picture_has_losses_with_their_chance_retrieval_and_rates(
     assert [line.get_label() for line in figure.axes[0].lines[::2]] == [str(moco), str(own)]
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "RUN"), (["{dir}/none"], "none/log.jsonl"), (["{dir}/none", "--colour", "1"], "--colour"),
-    (["{dir}/half"], "no record"), (["{dir}/other"], "none of the values"),
+    ([], "RUN"),
+    (["{dir}/none"], "none/log.jsonl"),
+    (["{dir}/none", "--colour", "1"], "--colour"),
+    (["{dir}/half"], "no record"),
+    (["{dir}/other"], "none of the values"),
     (["{dir}/good", "--out", "{dir}/no/such.png"], "such.png")])
 def test_a_mistake_is_one_line_and_exit_code_2(argv, words, tmp_path, capsys):
     pytest.importorskip("matplotlib")

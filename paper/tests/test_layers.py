@@ -87,8 +87,12 @@ def call(data, out, *more):
     return code, printed.getvalue(), said
 
 toy_grid = {
-    "layer": {"1": dict(equiv_layers=(1,), cls_layer=1), "2": dict(equiv_layers=(2,), cls_layer=0)},
-    "cls": {"0": dict(equiv_layers=(1,), cls_layer=0), "1": dict(equiv_layers=(1,), cls_layer=1)}}
+    "layer": {
+        "1": dict(equiv_layers=(1,), cls_layer=1),
+        "2": dict(equiv_layers=(2,), cls_layer=0)},
+    "cls": {
+        "0": dict(equiv_layers=(1,), cls_layer=0),
+        "1": dict(equiv_layers=(1,), cls_layer=1)}}
 
 def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(10, 4))
@@ -123,9 +127,13 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
     assert len([line for line in said if line.startswith("python ser.py")]) == 1
 
 @pytest.mark.parametrize("argv, words", [
-    (["--panels", "layer", "colour"], "--panels colour"), (["--cls-layer", "1"], "--cls-layer"),
-    (["--seeds", "0", "0"], "twice"), (["--ratio", "0"], "--ratio 0"), (["--seed=3"], "--seed"),
-    (["--data", "/no/such"], "/no/such"), (["--epochs", "nan"], "nan"),
+    (["--panels", "layer", "colour"], "--panels colour"),
+    (["--cls-layer", "1"], "--cls-layer"),
+    (["--seeds", "0", "0"], "twice"),
+    (["--ratio", "0"], "--ratio 0"),
+    (["--seed=3"], "--seed"),
+    (["--data", "/no/such"], "/no/such"),
+    (["--epochs", "nan"], "nan"),
     (["--batch-size", "8192"], "4096 images")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(argv, words, tmp_path, capsys):
     assert layers.main([*argv, "--out", str(tmp_path / "out")]) == 2
