@@ -61,12 +61,13 @@ def test_an_encoder_of_places_finds_those_that_stayed():
     for flip, turns, right in ((True, 0, 0), (False, 2, 0), (False, 0, 16)):
         assert match(Places(), patches(), element(flip, turns, (4, 4)), 1).right.sum() == right
 
-@pytest.mark.parametrize("grid, offset", [((8, 8), 1), ((4, 8), 1), ((2, 4), 0)])
-def test_a_changed_scale_is_known(grid, offset):
-    """Twice as many rows or columns: both tokens at the border of which the centre lies are right,
-    the others not; distances count tokens of the copy."""
+@pytest.mark.parametrize("grid", [(8, 8), (4, 8), (8, 4)])
+def test_a_changed_scale_is_known(grid):
+    """Twice as many rows or columns: all tokens at whose border the centre lies are right, others
+    are not; distances count tokens of the copy."""
     g = element(False, 0, grid)
     joined = match(Colours(), patches(), g, 1)
+    assert joined.right.float().mean() > 0.8     # resampling mixes neighbours
     there = destination(g, centres((4, 4))) * torch.tensor(grid)
     close(joined.there, there)
     far = correspondence.Match(there, there + torch.tensor([0.0, 0.6]))

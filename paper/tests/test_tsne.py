@@ -99,8 +99,14 @@ def test_a_comparison_is_one_picture_and_its_numbers(data, tmp_path, capsys):
     assert tsne.main(given) == 0
     assert Path(a).with_name("tsne.png").read_bytes() == picture
     assert Path(a).with_name("tsne.json").read_text() == numbers
+    Path(data, "n00/000.png").unlink()     # the numbers are those without it; another seed, picture
     assert tsne.main([*given, "--seed", "1"]) == 0
     assert Path(a).with_name("tsne.png").read_bytes() != picture
+    without = json.loads(Path(a).with_name("tsne.json").read_text())["encoders"]
+    for label, found in encoders.items():
+        assert without[label]["broken"] == []
+        for measure in ("silhouette", "purity"):
+            assert without[label][measure]["mean"] == pytest.approx(found[measure]["mean"], abs=1e-6)
 
 def test_ready_images_are_not_cropped_again(data, tmp_path):
     """The features of a corruption's set are those of whole images, of val those of centres."""
