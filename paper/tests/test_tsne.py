@@ -106,7 +106,8 @@ def test_a_comparison_is_one_picture_and_its_numbers(data, tmp_path, capsys):
     for label, found in encoders.items():
         assert without[label]["broken"] == []
         for measure in ("silhouette", "purity"):
-            assert without[label][measure]["mean"] == pytest.approx(found[measure]["mean"], abs=1e-6)
+            wanted = pytest.approx(found[measure]["mean"], abs=1e-6)
+            assert without[label][measure]["mean"] == wanted
 
 def test_ready_images_are_not_cropped_again(data, tmp_path):
     """The features of a corruption's set are those of whole images, of val those of centres."""
