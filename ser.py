@@ -5,9 +5,9 @@ erases geometric structure. SER leaves that objective as it is and adds another 
 intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1: the first blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         each batch has two parts: b1 gets the usual crops (policy T), b2, 1% of the
-                   images, gets invertible geometry g from a group G in place of a crop (T_eq)
-    L_inv          the base method's loss (here MoCo-v3's) on the final [CLS] of b1 and b2
+    b1, b2         each batch has two parts: b1 gets the usual crops (policy T), b2, about 1% of
+                   the images, gets invertible geometry g from a group G in place of a crop (T_eq)
+    L_inv          the base method's loss (here MoCo-v3's) on the final [CLS] of b1 and b2 together
     L_equiv        patch-wise NT-Xent on b2 between rho_g(f1(x1)) and f1(x2), where
                    x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
     loss           L_inv + lambda * L_equiv
@@ -18,8 +18,9 @@ intermediate layer, where the patch tokens still form a map of the image:
 
 1 Group (paper 3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance loss (3.3), 5 Base method (4.1),
 6 SER (Algorithm 1), 7 Config (4.1), 8 Data, 9 Training, 10 Command line. `# Paper:` marks what the
-paper prescribes, `# Choice:` where it is silent or the official release does otherwise.
-Axes: B images, N tokens, H x W token grid (rows first), D width, K projection, R ranks.
+paper prescribes, `# Choice:` where it is silent or the release (github.com/aitrics-chris/SER)
+differs. Axes: B images (B1 of b1, B2 of b2), 3 x h x w pixels (S x S for a square view), N tokens
+on a grid of H x W (rows first), D width, K projection, R ranks.
 """
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
 
-os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")   # a Mac's GPU lacks a kernel of `resize`
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")   # before torch; for a Mac's GPU
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -55,14 +56,28 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale, to_pil_image
 from tqdm import tqdm
 
+class UserError(ValueError):
+    """A mistake that a person can mend: one line on stderr and exit code 2."""
+
+def require(ok: bool, message: str) -> None:
+    """Raise UserError(message), which names the value and the way out, unless `ok`."""
+    if not ok:
+        raise UserError(message)
+
+def setting(default: Any, least: float, most: float, text: str) -> Any:
+    """A field of Config with its range and its help."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
+
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
 # G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for
 # an image and for its token map: turns and flips permute pixels or tokens, scaling resizes. Nothing
-# of it is learned. (torch.Tensor is spelled out where a function is meant to be copied.)
+# of it is learned. Functions that are meant to be copied elsewhere spell torch.Tensor out.
 
 class Geometry(NamedTuple):
-    """An element of G for each image: a flip, then turns, then a resize to a grid that all share.
-    flip and turns stay on the CPU, where reading them does not wait for a GPU."""
+    """An element of G for each image of a batch: a flip, then turns, then a resize. Scaling is
+    stored as the grid that it leads to. flip and turns stay on the CPU, where reading them does not
+    wait for a GPU."""
+    # Choice: one grid for all images of a view, so that they form one tensor, as in the release.
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of the result in tokens, rows first
@@ -73,9 +88,9 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     generator: torch.Generator | None = None) -> Geometry:
     """Draw a flip and turns for each of `batch` images, and one grid for all of them.
 
-    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform), sides rounded:
-    10 to 18 tokens for grid 14. What `elements` leaves out stays the identity, and the draws of the
-    others do not change. Raises ValueError for an unknown element.
+    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform); its sides are
+    rounded, each 10 to 18 for grid 14. An element that `elements` lacks stays the identity, and the
+    draws of the others do not change. Raises ValueError for an unknown element.
     """
     if not set(elements) <= {"rot90", "hflip", "scale"}:
         raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
@@ -85,9 +100,9 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
     # Choice: the paper's [0.7, 1.3] (4.1) bounds the area, and the aspect lies in [3/4, 4/3], both
     # as in the release.
     tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
-    ratio = aspect[0] * (aspect[1] / aspect[0]) ** v
-    height = max(1, round(math.sqrt(tokens / ratio)))
-    width = max(1, round(math.sqrt(tokens * ratio)))
+    width_to_height = aspect[0] * (aspect[1] / aspect[0]) ** v
+    height = max(1, round(math.sqrt(tokens / width_to_height)))
+    width = max(1, round(math.sqrt(tokens * width_to_height)))
     if "hflip" not in elements:
         flip = torch.zeros_like(flip)
     if "rot90" not in elements:
@@ -102,6 +117,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let R be a quarter turn and F the flip, so that an element is R^t F^f. A mirror image turns the
     other way round, F R = R^-1 F, hence
         R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
+    Scaling needs no term: rho resizes whatever it gets to g.grid, and resizing to a given size
+    commutes with flips and turns. So x2 = rho_g(x1), exactly without scaling, else up to
+    resampling.
     """
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
@@ -118,34 +136,36 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
 
     cell=1 moves token maps, cell=patch_size moves pixels, by the same code. Flips and turns are
-    permutations, exact bit for bit; only a change of size resamples.
+    permutations, exact bit for bit; only a change of size resamples. Gradients flow through.
     """
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
-    for flip in (False, True):     # the eight combinations, each for the images that drew it
+    for flip in (False, True):     # eight combinations: the images that drew the same move together
         for turns in range(4):
-            rows = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
-            if len(rows) > 0:
-                rows = rows.to(x.device, non_blocking=True)
-                part = x[rows].flip(-1) if flip else x[rows]
+            members = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
+            if len(members) > 0:
+                members = members.to(x.device, non_blocking=True)
+                part = x[members].flip(-1) if flip else x[members]
                 part = torch.rot90(part, turns, (-2, -1))
-                moved[rows] = resize(part, size)
+                moved[members] = resize(part, size)
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
 # The loader's processes decode an image once and cut its views; the device applies the geometry of
-# b2 and the jitter of all. Draws come from (seed, epoch, image) or (seed, step), so that a resumed
-# run goes on with the same ones, and they travel with the view that they made.
+# b2 and the jitter of all. Crop and jitter are drawn from (seed, epoch, image), geometry from
+# (seed, step), so that a resumed run goes on with the same draws. They travel with the view that
+# they made: SER reads the geometry alone, and methods in paper/methods learn from the others.
 
 class Policy(NamedTuple):
-    """What T draws one view from. (Flip, colour jitter and grayscale are alike for all views.)"""
+    """What T draws one view from (flip, colour jitter and grayscale are alike for all views)."""
     size: int                            # side of the view, pixels
-    area: tuple[float, float] | None     # of the crop, share of the image; None: the plain centre
+    area: tuple[float, float] | None     # of the crop, share of the image; None: plain centre crop
     blur: float                          # probability
     solarize: float                      # probability
 
 class Crop(NamedTuple):
-    """Where a view was cut, in shares of the image's height and width; in a batch, (B,) tensors."""
+    """Where a view was cut, in shares of the image's height and width, so that it holds at any
+    size. The data loader collates the Crops of a batch into one Crop of (B,) tensors."""
     top: float = 0.0
     left: float = 0.0
     height: float = 1.0
@@ -153,12 +173,12 @@ class Crop(NamedTuple):
     flip: bool = False     # mirrored after the cut
 
 class Jitter(NamedTuple):
-    """What is done to a view's colours; the defaults do nothing. In a batch, tensors of B rows."""
+    """What is done to a view's colours; the defaults do nothing. Collated as Crop is."""
     brightness: float = 1.0
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # of the four above, by number, first to last
+    order: Tensor = torch.arange(4)     # order[k]: which of the four above is applied k-th
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -178,7 +198,7 @@ class Key(NamedTuple):
     """Asks the data set for an image's views."""
     epoch: int
     index: int       # of the image in the data set
-    partner: int     # images 2i and 2i + 1 of a rank's batch are a pair; the index of 2i, for both
+    partner: int     # index of the first image of its pair, 2i and 2i + 1 in the batch (for STL)
     in_b2: bool
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
@@ -189,7 +209,7 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 def seed_of(*key: Any) -> int:
-    """A seed for this key alone, by SHA-512 of its text, so that no two keys share their draws."""
+    """A seed that depends on the whole key: Python hashes its text with SHA-512."""
     return random.Random(repr(key)).getrandbits(63)
 
 def rng(*key: Any) -> torch.Generator:
@@ -248,20 +268,21 @@ class Dataset(torch.utils.data.Dataset):
         self.seed = seed
 
     def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
-        """What makes the views of an image. A method that draws them otherwise overrides this."""
+        """What makes the views of an image. The data set of another method may override it."""
         seed_draws(self.seed, "image", key.epoch, key.index)
         draws = []
         for policy in self.policies:
             # Paper: 3.2. T_eq keeps the jitter of T but not its crop: g acts on whole images.
+            # Choice: which are first made square, S x S, as a crop is.
             crop = Crop() if key.in_b2 else sample_crop(image, policy.area)
             draws.append((crop, sample_jitter(policy)))
         return draws
 
     def __getitem__(self, key: Key) -> tuple[list[tuple[Tensor, Crop, Jitter]], str]:
         broken = ""
-        image = torch.zeros(3, 8, 8, dtype=torch.uint8)     # if no neighbour can be read either
-        for neighbour in range(key.index, key.index + 8):
-            item = self.source[neighbour % len(self.source)]
+        image = torch.zeros(3, 8, 8, dtype=torch.uint8)     # black, if no file can be read
+        for place in range(key.index, key.index + 8):       # the image, then those after it
+            item = self.source[place % len(self.source)]
             try:
                 image = item if isinstance(item, Tensor) else read_image(item)
                 break
@@ -280,22 +301,24 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     c = torch.where(chroma == 0, 1, chroma)
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
     hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
-    # A channel keeps `value` within one sextant of its own hue and has lost all chroma beyond two.
-    away = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)
-    return value - chroma * torch.minimum(away, 4 - away).clamp(0, 1)
+    # Back to RGB: channel n is value - chroma * max(0, min(k, 4 - k, 1)), k = (n + hue) mod 6, with
+    # n = 5, 3, 1 for red, green, blue.
+    k = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)
+    return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur (n, 3, h, w) by sigma (n, 1, 1, 1), in pixels; the borders are mirrored."""
     n, _, h, w = x.shape
     radius = min(6, h - 1, w - 1)     # 6: three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)     # adds up to 1
     kernel = kernel.repeat_interleave(3, dim=0)     # (3 n, 2 radius + 1), a row for each channel
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
 def blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    """x for factor 1, `other` for 0, beyond x for more than 1."""
     return other.lerp(x, factor).clamp(0, 1)
 
 # torchvision's operations, with a parameter (n, 1, 1, 1) of its own for each of n images in [0, 1].
@@ -311,7 +334,7 @@ OPERATIONS = {
 
 def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `jitter`, and normalised."""
-    x = x.clone()     # the caller's stays
+    x = x.clone()     # do not change the caller's tensor
 
     def apply(name: str, chosen: Tensor) -> None:
         rows = chosen.nonzero().flatten()     # on the CPU, so that nothing waits for a GPU
@@ -320,7 +343,7 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
             rows = rows.to(x.device, non_blocking=True)
             x[rows] = OPERATIONS[name](x[rows], value)
 
-    for place in range(4):
+    for place in range(4):     # apply to each image the operation that its order has at this place
         for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
             changed = getattr(jitter, name) != getattr(Jitter(), name)
             apply(name, changed & (jitter.order[:, place] == number))
@@ -330,8 +353,8 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     return normalise(x)
 
 def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
-    """A rank's share of the step's images `indices`: of its b1, then of its b2, which is the end.
-    n_b2: |b2| of one rank. How many ranks share a step does not change its b1 and its b2."""
+    """A rank's keys for a step. indices: the images of the step, those of b1, then those of b2; the
+    ranks take equal slices of each, n_b2 images of b2."""
     n_b1 = len(indices) // ranks - n_b2
     b1 = indices[:n_b1 * ranks]
     b2 = indices[n_b1 * ranks:]
@@ -343,7 +366,6 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
     """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: for each
     view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU."""
     n_b2 = cfg.b2_images(ranks)
-    own = slice(rank * n_b2, (rank + 1) * n_b2)
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
         n_b1 = len(pixels) - n_b2
@@ -358,6 +380,7 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
             generator = rng(cfg.seed, "geometry", step, v)
             drawn = sample_geometry(ranks * n_b2, pixels.shape[-1] // cfg.patch_size,
                                     elements=cfg.group, generator=generator)
+            own = slice(rank * n_b2, (rank + 1) * n_b2)
             geometry = Geometry(drawn.flip[own], drawn.turns[own], drawn.grid)
             b2 = rho(geometry, b2, cfg.patch_size)
             images.append(photometric(b2, Jitter(*(rows[n_b1:] for rows in jitter))))
@@ -369,19 +392,19 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
 # rest, in front of which [CLS] is inserted. b1 and b2 differ in size, yet pass through together:
 # b2 is 1% of the images, and a pass of its own would cost far more than 1% of the time.
 
-def pack(batches: Sequence[Tensor]) -> Tensor:
-    """The tokens of all batches (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
-    return torch.cat([tokens.flatten(0, 1) for tokens in batches])
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
+    return torch.cat([tokens.flatten(0, 1) for tokens in parts])
 
-def unpack(x: Tensor, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) for each of the batches, any width C."""
-    sizes = [tokens.shape[:2] for tokens in batches]
-    parts = x.split([B * N for B, N in sizes])
-    return [part.view(B, N, -1) for part, (B, N) in zip(parts, sizes)]
+def unpack(x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) of each part, for any width C."""
+    sizes = [tokens.shape[:2] for tokens in parts]
+    pieces = x.split([B * N for B, N in sizes])
+    return [piece.view(B, N, -1) for piece, (B, N) in zip(pieces, sizes)]
 
 class Block(nn.Module):
-    """A pre-norm transformer block with timm's parameter names, on a list of batches (B_i, N_i, D).
-    Attention works on one batch at a time, all else on all tokens in one piece."""
+    """A pre-norm transformer block with timm's parameter names, on the parts of a batch, (B_i, N_i,
+    D) each. Attention works on one part at a time, all else on all tokens in one piece."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -390,17 +413,18 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
-    def forward(self, batches: list[Tensor]) -> list[Tensor]:
-        x = pack(batches)
-        x = x + self.attention(x, batches)
+    def forward(self, parts: list[Tensor]) -> list[Tensor]:
+        x = pack(parts)
+        x = x + self.attention(x, parts)
         x = x + self.feed_forward(x)
-        return unpack(x, batches)
+        return unpack(x, parts)
 
-    def attention(self, x: Tensor, batches: list[Tensor]) -> Tensor:
+    def attention(self, x: Tensor, parts: list[Tensor]) -> Tensor:
         attended = []
-        for qkv in unpack(self.attn["qkv"](self.norm1(x)), batches):
-            qkv = qkv.unflatten(2, (3, self.heads, -1))                      # (B, N, 3, heads, -1)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)                             # (B, heads, N, -1)
+        qkv = self.attn["qkv"](self.norm1(x))
+        for part in unpack(qkv, parts):
+            part = part.unflatten(2, (3, self.heads, -1))                    # (B, N, 3, heads, -1)
+            q, k, v = part.permute(2, 0, 3, 1, 4)                            # (B, heads, N, -1)
             out = F.scaled_dot_product_attention(q, k, v)
             attended.append(out.transpose(1, 2).flatten(2))                  # (B, N, D)
         return self.attn["proj"](pack(attended))
@@ -414,19 +438,19 @@ def sincos_codes(grid: int, dim: int) -> Tensor:
     omega = 10000 ** -(torch.arange(dim // 4) / (dim // 4))
     angles = omega[:, None] * torch.arange(grid)                             # (dim / 4, grid)
     codes = torch.cat([angles.sin(), angles.cos()])                          # (dim / 2, grid)
-    rows = codes[:, :, None].expand(-1, grid, grid)
-    columns = codes[:, None, :].expand(-1, grid, grid)
+    rows = codes[:, :, None].expand(-1, grid, grid)          # the same along a row
+    columns = codes[:, None, :].expand(-1, grid, grid)       # the same along a column
     return torch.cat([rows, columns])[None]
 
 class Encoded(NamedTuple):
-    """What the encoder makes of one batch of images."""
+    """What the encoder makes of one part of a batch."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, where there is one
+    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if it has one, no norm
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
-    cls_layer 0 it is timm's ViT, from the same weights. Raises ValueError for a bad shape."""
+    cls_layer 0 it computes what timm's ViT does. Raises ValueError for a bad shape."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3, position: str = "learned"):
         super().__init__()
@@ -434,7 +458,7 @@ class ViT(nn.Module):
         require(image_size == fit,
                 f"--image-size {image_size}: no multiple of --patch-size {patch_size}, try {fit}")
         require(dim % heads == 0 and dim % 4 == 0,
-                f"--dim {dim}: no multiple of 4 and of --heads {heads}")
+                f"--dim {dim}: must be a multiple of 4 and of --heads {heads}")
         require(0 <= cls_layer < depth, f"--cls-layer {cls_layer}: must lie in 0..{depth - 1}")
         require(position in ("learned", "sincos"), f"--position {position}: learned or sincos")
         self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
@@ -450,15 +474,15 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
-        # three D x D matrices in one, with the bound sqrt(6 / 2D) of each, not sqrt(6 / 4D).
+        # three D x D matrices in one: gain sqrt(2) makes the bound sqrt(6 / (4D)) that of each.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned codes, as the parameter counts of the paper's Table 1 imply, and drawn as
-        # in the release. [CLS] has none.
+        # Choice: learned codes, as the release and as Table 1 imply (42.9 M parameters; 42.8 M with
+        # fixed ones), resampled to the grids of b2. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         if position == "sincos":
             self.pos_embed.requires_grad_(False).copy_(sincos_codes(self.grid, dim))
@@ -473,10 +497,10 @@ class ViT(nn.Module):
         return (tokens + codes).flatten(2).mT
 
     def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
-        """Encode batches (B_i, 3, h_i, w_i) of any sizes in one pass; with the token maps and early
-        [CLS] after the blocks `map_layers`, 0 being in front of the first."""
+        """Encode parts (B_i, 3, h_i, w_i) of any sizes in one pass. map_layers: the blocks whose
+        token maps and [CLS] are wanted; 0 is the embedding, in front of the first block."""
         if isinstance(images, Tensor):
-            raise TypeError("the encoder takes a list of image batches: encoder([x])")
+            raise TypeError("the encoder takes a list of image tensors: encoder([x])")
         maps: list[dict[int, Tensor]] = [{} for _ in images]
         early: list[dict[int, Tensor]] = [{} for _ in images]
         tokens = [self.embed(x) for x in images]
@@ -494,7 +518,7 @@ class ViT(nn.Module):
             if layer == self.cls_layer:
                 tokens = [self.insert_cls(patches) for patches in tokens]
         cls = [self.norm(t[:, 0]) for t in tokens]
-        return [Encoded(*parts) for parts in zip(cls, maps, early)]
+        return [Encoded(*fields) for fields in zip(cls, maps, early)]
 
     def insert_cls(self, patches: Tensor) -> Tensor:
         """(B, N, D) -> (B, 1 + N, D)."""
@@ -506,8 +530,9 @@ class ViT(nn.Module):
         the last n blocks. Raises ValueError if one of them has none."""
         require(1 <= n <= self.depth - self.cls_layer,
                 f"last_cls: n = {n}, but [CLS] enters after block {self.cls_layer} of {self.depth}")
-        early = self([x], range(self.depth - n + 1, self.depth + 1))[0].early
-        return torch.cat([self.norm(cls) for cls in early.values()], dim=1)
+        last = range(self.depth - n + 1, self.depth + 1)
+        early = self([x], last)[0].early
+        return torch.cat([self.norm(early[layer]) for layer in last], dim=1)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place;
@@ -532,7 +557,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        gradient = gradient.clone(memory_format=torch.contiguous_format)   # reduced in place
         torch.distributed.all_reduce(gradient)
         ranks = torch.distributed.get_world_size()
         return gradient.chunk(ranks)[torch.distributed.get_rank()]
@@ -547,10 +572,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
     where s is the cosine divided by the temperature. z: (B, N, K), the projected tokens of
     rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar.
     With several ranks, anchors are local and keys come from all ranks; the mean over ranks is the
-    loss of the whole batch. chunk: how many anchors' logits are held at a time (None: 32 MB); they
-    are computed again in the backward pass, so that memory does not grow with B * N, at equal value
-    and gradient. Raises ValueError for unequal shapes, a temperature or chunk that is not positive,
-    or a single image.
+    loss of the whole batch. chunk: the number of anchors whose logits are held at a time (None: as
+    many as fit into 32 MB); they are computed again in the backward pass, so that memory does not
+    grow with B * N, at equal value and gradient. Raises ValueError for unequal shapes, a
+    temperature or chunk that is not positive, or a single image.
     """
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
@@ -564,31 +589,31 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                         # (R * B, 2, N, K)
             first = B * torch.distributed.get_rank()
-        images = len(keys)
-        if images < 2:
+        n_images = len(keys)
+        if n_images < 2:
             raise ValueError("negatives are tokens of other images, and there is only one image")
-        keys = keys.flatten(0, 2)                                # (images * 2N, K), 2N an image
+        keys = keys.flatten(0, 2)                                # 2N of each image, side by side
         anchors = z.flatten(0, 1) / temperature                  # (B * N, K)
         positive = (anchors * z_prime.flatten(0, 1)).sum(1)      # (B * N,), s(z_ij, z'_ij)
-        image = torch.arange(first, first + B, device=z.device)
-        image = image.repeat_interleave(N)                       # (B * N,), i of each anchor
+        owner = torch.arange(first, first + B, device=z.device)
+        owner = owner.repeat_interleave(N)                       # (B * N,), i of each anchor
 
-        def loss_of(anchors, positive, image, keys):     # the sum over some of the anchors
-            logits = (anchors @ keys.T).unflatten(1, (images, 2 * N))
+        def loss_of(anchors, positive, owner, keys):     # the sum over a block of the anchors
+            logits = (anchors @ keys.T).unflatten(1, (n_images, 2 * N))
             # own[a, m]: key image m is anchor a's own image i,         m = 0 1 2
             # whose 2N tokens are no negatives.                    i = 0    T . .
             #                                                      i = 1    . T .
-            own = image[:, None] == torch.arange(images, device=image.device)
+            own = owner[:, None] == torch.arange(n_images, device=owner.device)
             negatives = logits.masked_fill(own[:, :, None], -torch.inf).flatten(1)
             return (torch.logaddexp(positive, negatives.logsumexp(1)) - positive).sum()
 
         if chunk is None:
-            chunk = max(1, 2 ** 23 // len(keys))
+            chunk = max(1, 2 ** 23 // len(keys))     # 2^23 logits of 4 bytes
         if chunk >= B * N:     # one block: computing it twice would save nothing
-            return loss_of(anchors, positive, image, keys) / (B * N)
-        from torch.utils.checkpoint import checkpoint
+            return loss_of(anchors, positive, owner, keys) / (B * N)
+        from torch.utils.checkpoint import checkpoint     # here, so that the function can be copied
         total = 0.0
-        for block in zip(anchors.split(chunk), positive.split(chunk), image.split(chunk)):
+        for block in zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk)):
             total = total + checkpoint(loss_of, *block, keys, use_reentrant=False,
                                        preserve_rng_state=False)
         return total / (B * N)
@@ -596,8 +621,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 # ==== 5. Base method: MoCo-v3 (paper 4.1) =========================================================
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder         the online ViT; SER runs it, once per step, on all image batches
-#     base(views, cls)     L_inv; views: list[View], cls: the final embeddings (B, D) of each view
-#     base.update(p)       called before every step, at progress p in [0, 1): moves teachers
+#     base(views, cls)     L_inv; views: list[View], cls: the final [CLS] of each, (B, D)
+#     base.update(p)       called before every forward pass, at progress p in [0, 1): moves teachers
 #     base.diagnostics     name -> scalar, what the last forward pass measured, for the log
 
 def ranks_and_rank() -> tuple[int, int]:
@@ -619,9 +644,9 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Contrast queries q (B, K) with the keys k (B, K) of all ranks, of which row i matches row i.
-    Returns 2T times the cross-entropy (MoCo-v3's factor), which is 2T ln(R B) at chance, and the
-    share of the queries that are nearest to their own key."""
+    """Contrast each query, q (B, K), with the keys, k (B, K), of all images of all ranks; row i of
+    k is the key of row i of q. Returns 2T times the cross-entropy (MoCo-v3's factor), 2T ln(R B)
+    at chance, and the share of the queries that are nearest to their own key."""
     ranks, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -655,7 +680,8 @@ class MoCoV3(nn.Module):
         self.diagnostics: dict[str, Tensor | float] = {}
 
     def update(self, progress: float) -> None:
-        """Move the momentum branch; its momentum rises to 1 on half a cosine."""
+        """Move the momentum branch, as MoCo-v3 before the keys are made; its momentum rises to 1 on
+        half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         move_towards(self.momentum_encoder, self.encoder, m)
         move_towards(self.momentum_projector, self.projector, m)
@@ -663,12 +689,12 @@ class MoCoV3(nn.Module):
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
-        """(B, K), by the momentum branch."""
+        """(B, K), by the momentum branch, without gradient."""
         parts = self.momentum_encoder(view.images)
         return self.momentum_projector(torch.cat([part.cls for part in parts]))
 
     def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
-        """contrast(q1, k2) + contrast(q2, k1), as in the pseudo-code of the paper."""
+        """contrast(q1, k2) + contrast(q2, k1), as in the pseudo-code of MoCo-v3's paper."""
         q1 = self.predictor(self.projector(cls[0]))
         q2 = self.predictor(self.projector(cls[1]))
         k1 = self.key(views[0])
@@ -681,12 +707,18 @@ class MoCoV3(nn.Module):
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
 # One pass of the encoder serves both losses: the final [CLS] of b1 and b2 goes to the base method,
-# the token maps of b2 go to L_equiv.
+# the token maps of b2 go to L_equiv. (f1 is what lies in front of the map, at any of its `layers`.)
+
+def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
+    """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
+    encoded = encoder([x for view in views for x in view.images], layers)
+    parts = len(views[0].images)
+    return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
 
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv, the mean over `layers`, each of which has a
-    projector of its own. Raises ValueError for a layer that is not in 1..depth."""
-    pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views, between which L_equiv is taken
+    """The loss of a base method plus weight * L_equiv: the mean over `layers`, each of which has a
+    projector of its own, summed over pairs of views. Raises ValueError for a wrong layer."""
+    pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views; 2 + 4 views have more (A.1)
 
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3, out_dim: int = 512):
@@ -733,19 +765,13 @@ class SER(nn.Module):
                 z = project(aligned.flatten(2).mT)               # (B2, N, K)
                 z_prime = project(h2.flatten(2).mT)              # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                if diagnose:     # in the log stay the last layer and pair
+                if diagnose:     # later layers and pairs overwrite earlier ones
                     others = len(z) * ranks_and_rank()[0] - 1
                     losses["equiv_chance"] = math.log(1 + 2 * z.shape[1] * others)
                     losses["patch_top1"] = retrieval(z, z_prime)
         # Paper: Eq. 3. With weight 0 L_equiv is still computed, so that the control differs in
         # nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
-
-def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
-    """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
-    encoded = encoder([x for view in views for x in view.images], layers)
-    parts = len(views[0].images)
-    return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
 
 @torch.no_grad()
 def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
@@ -760,18 +786,6 @@ def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
 # ==== 7. Config: every setting with its unit, the paper's value and its source ====================
 # Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting.
 
-class UserError(ValueError):
-    """A mistake that a person can mend: one line on stderr and exit code 2."""
-
-def require(ok: bool, message: str) -> None:
-    """Raise UserError(message), which names the value and the way out, unless `ok`."""
-    if not ok:
-        raise UserError(message)
-
-def setting(default: Any, least: float, most: float, text: str) -> Any:
-    """A field of Config with its range and its help."""
-    return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
-
 TINY = 1e-9
 INF = math.inf
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
@@ -780,12 +794,13 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2,
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    """The settings of every base method. Without --data, those of `drawn` replace the defaults."""
+    """The settings of every base method. A subclass adds `program`, its name in messages, and
+    `drawn`, the settings that replace the defaults without --data."""
     data: str = setting("", 0, 0, "folder of images, any depth, with or without train/")
-    out: str = setting("runs/ser", 0, 0, "folder of the run; a run that is there continues")
+    out: str = setting("runs/ser", 0, 0, "folder of the run; an existing run is continued")
     init: str = setting("", 0, 0, "checkpoint whose encoder the run begins with")
-    image_size: int = setting(224, 16, INF, "side of a view, pixels (paper: 224)")
-    patch_size: int = setting(16, 1, INF, "side of a patch, pixels (paper: 16)")
+    image_size: int = setting(224, 16, INF, "side of a view, pixels (ViT-S/16: 224)")
+    patch_size: int = setting(16, 1, INF, "side of a patch, pixels (ViT-S/16: 16)")
     dim: int = setting(384, 4, INF, "width of the tokens (ViT-S: 384)")
     depth: int = setting(12, 1, INF, "transformer blocks (ViT-S: 12)")
     # Choice: 6 heads as in DINO, DeiT and timm. MoCo-v3's ViT-S has 12, and the paper does not say.
@@ -817,7 +832,7 @@ class Common:
 
     @property
     def warmup(self) -> float:
-        """Epochs of warmup; a tenth of the run if warmup_epochs would not end before it."""
+        """Epochs of warmup: warmup_epochs, or a tenth of the run if it is not longer than that."""
         return self.warmup_epochs if self.warmup_epochs < self.epochs else self.epochs / 10
 
     @property
@@ -831,7 +846,8 @@ class Common:
         return Dataset(source, self.policies, self.seed)
 
     def b2_images(self, ranks: int) -> int:
-        """|b2| of a rank: r B / R, rounded, as all ranks must gather equally many."""
+        """|b2| of a rank: r B / R, rounded, as ranks must have equally many: for r = .01 of 2048, 3
+        on each of 8 ranks, 24 in all, but 20 on one rank."""
         return math.floor(self.ratio * self.batch_size / ranks + 0.5)
 
     def optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -840,7 +856,7 @@ class Common:
         return torch.optim.AdamW(trained, self.lr, weight_decay=self.weight_decay, **options)
 
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
-        """What happens between backward pass and step, at a fractional epoch: the schedules."""
+        """Called between backward pass and step, at a fractional epoch: sets the learning rate."""
         for group in optimizer.param_groups:
             group["lr"] = warmup_cosine(epoch, self.warmup, self.epochs, self.lr)
 
@@ -874,7 +890,7 @@ def check_ranges(cfg: Any) -> None:
 def check(cfg: Common, ranks: int) -> None:
     """Raise UserError for settings out of range, or a batch that ranks, b1 and b2 cannot share."""
     check_ranges(cfg)
-    fit = max(2, math.ceil(cfg.batch_size / ranks)) * ranks
+    fit = max(2, math.ceil(cfg.batch_size / ranks)) * ranks     # BatchNorm needs two images
     require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size}: each of {ranks} ranks takes as "
             f"many images, and at least two: try {fit}")
     b2 = cfg.b2_images(ranks) * ranks
@@ -886,7 +902,6 @@ def check(cfg: Common, ranks: int) -> None:
 
 # ==== 8. Data: image files, drawn images, and the order of a run ==================================
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
-warnings.filterwarnings("ignore", "The image decoding and encoding")     # of decode_image, below
 
 def list_images(folder: str) -> list[str]:
     """Sorted paths of the images below folder/train, or below folder if it has none; labels play no
@@ -913,7 +928,9 @@ def read_image(path: str) -> Tensor:
     and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything where
     torchvision has no decoders. Raises what Pillow raises, and ValueError for what 8 bits cannot
     hold."""
-    require(os.path.isfile(path), "no regular file")     # a pipe would be waited for
+    require(os.path.isfile(path), "no regular file")     # opening a pipe would wait
+    # torchvision 0.29 announces that its decoders will leave it.
+    warnings.filterwarnings("ignore", "The image decoding and encoding")
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):
         image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
         if image.dtype == torch.uint8 and image.dim() == 3:
@@ -951,8 +968,8 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
                ranks: int = 1) -> Iterator[list[Key]]:
-    """The keys of this rank's batches from step `start` on. An epoch permutes the images by (seed,
-    epoch) and leaves out what is less than a batch."""
+    """The keys of this rank's batches from step `start` on. Every epoch permutes the images by
+    (seed, epoch); its last, incomplete batch is dropped."""
     per_epoch = images // cfg.batch_size
     for step in range(start, total):
         epoch, k = divmod(step, per_epoch)
@@ -980,11 +997,11 @@ def setup() -> tuple[torch.device, int, int]:
 def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) -> SER:
     """The model of a run, on the CPU, from the seed and `init` alone. method: (encoder, cfg) -> the
     base method; None: MoCo-v3."""
+    given = load_encoder(cfg.init) if cfg.init else None
     torch.manual_seed(cfg.seed)
     encoder = ViT(cfg.image_size, cfg.patch_size, cfg.dim, cfg.depth, cfg.heads, cfg.cls_layer,
                   cfg.position)
-    if cfg.init:
-        given = load_encoder(cfg.init)
+    if given is not None:
         require(given.shape == encoder.shape,
                 f"--init {cfg.init} holds {given.shape}, not {encoder.shape}")
         encoder.load_state_dict(given.state_dict())
@@ -1002,17 +1019,17 @@ def save_whole(path: Path, state: dict[str, Any]) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint, tensors on the CPU. Raises UserError if it is missing, damaged or not ours."""
+    """A checkpoint, tensors on the CPU. Raises UserError if it is missing or damaged."""
     kinds = dict(step=int, program=str, shape=dict, config=dict, images=str, model=dict)
     try:
         with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "wrong checksum")     # torch.load does not look
+            require(archive.testzip() is None, "wrong checksum")     # torch.load does not check
         state = torch.load(path, map_location="cpu", weights_only=True)
         wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
         require(not wrong, f"without {' '.join(wrong)}")
     except Exception as error:     # pickle, zip, torch and the system raise their own
-        raise UserError(f"{path} is missing, damaged or not of this program ({error}): "
-                        "put a whole one there, or remove it to begin anew") from None
+        raise UserError(f"{path} is missing, damaged or from another program ({error}): "
+                        "put a whole one there, or remove it to start again") from None
     return state
 
 def load_encoder(path: str | Path) -> ViT:
@@ -1026,19 +1043,20 @@ def load_encoder(path: str | Path) -> ViT:
         raise UserError(f"{path} holds no ViT of {state['shape']}: {error}") from None
     return encoder.eval()
 
-FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}     # may change
+# What may change when a run is continued; so may the number of ranks, and |b2| by its rounding.
+FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}
 
 def resume(path: Path, identity: dict[str, Any], model: SER,
            optimizer: torch.optim.Optimizer) -> int:
     """Load `path`, if it is there, and return its step, else 0. identity: program, config and
-    images of this run. Raises UserError if they are others there."""
+    images of this run. Raises UserError if those of the checkpoint differ."""
     if not path.exists():
         return 0
     state = load_checkpoint(path)
-    there = state["config"] | {"program": state["program"], "images": state["images"]}
-    here = identity["config"] | {"program": identity["program"], "images": identity["images"]}
-    differ = [f"{name} {there.get(name)} there, {here.get(name)} here" for name in there | here
-              if name not in FREE and there.get(name) != here.get(name)]
+    saved = state["config"] | {"program": state["program"], "images": state["images"]}
+    now = identity["config"] | {"program": identity["program"], "images": identity["images"]}
+    differ = [f"{name} {saved.get(name)} there, {now.get(name)} here" for name in saved | now
+              if name not in FREE and saved.get(name) != now.get(name)]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
     try:
         model.load_state_dict(state["model"])
@@ -1047,11 +1065,12 @@ def resume(path: Path, identity: dict[str, Any], model: SER,
         raise UserError(f"{path} does not fit this model ({error}): use a new --out") from None
     return state["step"]
 
-def save_views(path: Path, batch: Batch, base: Tensor, cell: int) -> None:
-    """A picture with a row for each of six images of b2; the last two columns have moved alike."""
+def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
+    """A picture with a row for up to six images of b2: x, x1, rho_g(x1), and x2, which must look
+    like the third but for its colours. x: the images before the geometry, (B2, 3, S, S) uint8."""
     x1, x2 = (view.images[-1].float().cpu() * STD + MEAN for view in batch.views[:2])
     g = relative(batch.views[1].geometry, batch.views[0].geometry)
-    columns = {"x": base.cpu() / 255, "x1": x1, "rho(g2 g1^-1) x1": rho(g, x1, cell), "x2": x2}
+    columns = {"x": x.cpu() / 255, "x1": x1, "rho(g2 g1^-1) x1": rho(g, x1, cell), "x2": x2}
     picture = Image.new("RGB", (4 * 160, 16 + 160 * min(6, len(x1))), "white")
     for i, (title, images) in enumerate(columns.items()):
         ImageDraw.Draw(picture).text((160 * i, 2), title, "black")
@@ -1069,8 +1088,10 @@ class Log:
         try:
             if self.rank == 0:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"--out {cfg.out}: another run is at work there, use another") from None
+        except OSError:     # a file system without locks
+            pass
         self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
         self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
         facts = facts | {"command": " ".join(sys.argv), "config": vars(cfg)}
@@ -1088,23 +1109,23 @@ class Log:
         if self.rank == 0:
             tqdm.write(text, file=sys.stderr)
 
-    def fetch(self, loader: Iterator[Any], limit: float) -> list[Any]:
-        """The next batch. A broken file is named once; more than `limit` of them stop the run."""
+    def fetch(self, loader: Iterator[Any]) -> list[Any]:
+        """The next batch of the loader, whose broken files are named once."""
         asked = time.perf_counter()
         loaded, broken = next(loader)
         self.waited += time.perf_counter() - asked
         for name in set(broken) - self.broken - {""}:
             tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
             self.broken.add(name)
-        require(len(self.broken) <= limit, f"{len(self.broken)} images cannot be read: mend them")
         return loaded
 
     def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
         """Write a step's values, means over ranks, and rates since the last record; returns the
-        mean loss. Of a step, only this waits for the device."""
+        mean loss. Nothing else in a step waits for the device."""
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
-                   "waiting": self.waited / seconds, "broken": len(self.broken) * self.ranks,
+                   "waiting": self.waited / seconds,
+                   "broken": len(self.broken) * self.ranks,     # a sum; the mean is taken below
                    "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
         values = torch.tensor([torch.as_tensor(value).item() for value in losses.values()])
         if self.ranks > 1:
@@ -1121,6 +1142,10 @@ def leave_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+def gradient_norm(module: nn.Module) -> Tensor:
+    """The norm of all gradients of a module."""
+    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+
 def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
     """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. Once
     `stop` holds the number of a signal, it saves and exits with 128 + that. Raises UserError."""
@@ -1128,13 +1153,13 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     check(cfg, ranks)
     source = list_images(cfg.data) if cfg.data else draw_images(4096, cfg.image_size, seed=0)[0]
     per_epoch = len(source) // cfg.batch_size
-    steps = max(1, round(cfg.epochs * per_epoch))
     require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: try "
             f"{len(source) // ranks * ranks}")
+    steps = max(1, round(cfg.epochs * per_epoch))
     model = build(cfg).to(device)
     if device.type == "cuda" and ranks > 1:     # there is no CPU version: ranks normalise their own
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if cfg.compile:     # with dynamic shapes: a few compilations, not one for each of b2's 51 grids
+    if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
@@ -1149,8 +1174,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         images=images, start=start, steps=steps, ranks=ranks, b2=b2, ratio=b2 / cfg.batch_size,
         lr=cfg.lr, warmup=cfg.warmup, device=device.type, torch=torch.__version__,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)))
-    # No device_ids: they would move Geometry to the GPU. DDP raises for a parameter that gets no
-    # gradient.
+    # Without device_ids, which would move Geometry to the GPU. DDP finds a parameter that gets no
+    # gradient, and raises.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = iter(torch.utils.data.DataLoader(
         cfg.dataset(source), worker_init_fn=leave_signals, pin_memory=device.type == "cuda",
@@ -1162,12 +1187,12 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             saves = done == steps or done % (cfg.save_every or per_epoch) == 0
             logs = saves or step == start or done % cfg.log_every == 0
             # Load what the loader's processes have decoded and cut, and make the views of it.
-            loaded = log.fetch(loader, limit=max(3, len(source) / 1000))
+            loaded = log.fetch(loader)
             loaded = [(pixels.to(device, non_blocking=True), *draws) for pixels, *draws in loaded]
             batch = make_views(loaded, cfg, step, rank, ranks)
-            if step == rank == 0 and batch.views[0].geometry:
-                base = loaded[0][0][-cfg.b2_images(ranks):]
-                save_views(path.with_name("views.png"), batch, base, cfg.patch_size)
+            if step == 0 and rank == 0 and batch.views[0].geometry is not None:
+                pixels = loaded[0][0][-cfg.b2_images(ranks):]
+                save_views(path.with_name("views.png"), batch, pixels, cfg.patch_size)
             # Forward. What a method draws depends on the step alone, so a resumed run repeats it.
             seed_draws(cfg.seed, "step", step, rank)
             model.base.update(step / steps)
@@ -1183,10 +1208,13 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             cfg.before_step(optimizer, step / per_epoch)
             optimizer.step()
             log.bar.update()
-            # Log, save and stop, where due. Ranks agree on stopping on their CPUs, not on the GPUs.
-            stopping = torch.tensor(len(stop))
+            # Log, save and stop, where due. Ranks agree by their CPUs, without waiting for GPUs.
+            counts = torch.tensor([len(stop), len(log.broken)])
             if ranks > 1:
-                dist.all_reduce(stopping)
+                dist.all_reduce(counts)
+            stopping, broken = counts.tolist()     # signals that came, broken files, of all ranks
+            require(broken <= max(3, len(source) / 1000),
+                    f"{broken} images cannot be read, more than 1 in 1000: repair or remove them")
             if logs or stopping:
                 loss = log.record(done, losses | {"lr": optimizer.param_groups[0]["lr"]})
                 require(math.isfinite(loss), f"step {done}: the loss is {loss}; log.jsonl shows "
@@ -1198,17 +1226,15 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             if stopping and done < steps:
                 log.say(f"saved at step {done} of {steps}; the same command continues")
                 raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))
-    finally:     # the loader's processes outlive an exception whose traceback holds it
+    finally:     # otherwise the loader's processes stay alive after an error
         if cfg.workers:
             loader._shutdown_workers()
     return path
 
-def gradient_norm(module: nn.Module) -> Tensor:
-    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-
 # ==== 10. Command line ============================================================================
 def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[str] = ()) -> Any:
-    """Flags -> a `kind`, a flag per field; without --data, with kind.drawn. Raises UserError."""
+    """Flags -> a settings class `kind`, a flag for each field, on top of kind.drawn without --data.
+    Raises UserError. repeatable: flags that may be given several times (none here)."""
     argv = sys.argv[1:] if argv is None else list(argv)
     require("" not in argv, "an empty argument: an unset shell variable?")
     parser = argparse.ArgumentParser(description=sys.modules[kind.__module__].__doc__,
@@ -1232,8 +1258,8 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
     return kind(**(given if given.get("data") else kind.drawn | given))
 
 def guard(program: str, work: Callable[[], Any]) -> int:
-    """Do the work; returns the exit code: 0, or 2 after one line on stderr about whatever escaped.
-    The traceback of what is no UserError goes to a file."""
+    """Do the work and return the exit code: 0, that of a SystemExit, or 2 after one line on stderr
+    about the error, whose traceback goes to a file unless it is a UserError."""
     try:
         work()
         return 0
