@@ -2037,7 +2037,7 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tmp_path):
         process.kill()
     errors = (tmp_path / "errors").read_text()
     line, = own_lines(errors)
-    assert "DataLoader worker" in line and "--workers" in line and "Traceback (most" not in errors
+    assert "--workers" in line and "Traceback (most" not in errors
 
 def test_an_error_with_loader_processes_ends_the_run(folder, tmp_path, monkeypatch, capsys):
     """Whatever is raised in a step: the loader's processes are let go, and the run does not
@@ -2308,8 +2308,8 @@ def test_the_tolerance_for_broken_files_follows_the_data_set(
             ser.train(cfg)
 
 @pytest.mark.parametrize("change", [
-    dict(ratio=0.0, cls_layer=0), dict(ratio=1.0), dict(equiv_layers=(1, 3)),
-    dict(position="sincos"), dict(group=("hflip",)), dict(weight=0.0)])
+    dict(ratio=0.0, cls_layer=0), dict(ratio=0.0, equiv_layers=(9,)), dict(ratio=1.0),
+    dict(equiv_layers=(1, 3)), dict(position="sincos"), dict(group=("hflip",)), dict(weight=0.0)])
 def test_the_baseline_and_the_ablations_train_too(change, folder, tmp_path):
     """4.1: each is a command line; without b2 there is no equivariance term and no head."""
     settings = TOY | dict(data=folder, out=tmp_path, epochs=0.4) | change
