@@ -2049,6 +2049,9 @@ def test_an_error_with_loader_processes_ends_the_run(folder, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     settings = TOY | dict(data=folder, out=tmp_path / "out", workers=1)
     before = set(multiprocessing.active_children())
+    with pytest.raises(KeyError) as held:     # its traceback holds the loader
+        ser.train(Config(**settings | dict(data=str(folder), out=str(tmp_path / "held"))))
+    assert held.traceback and set(multiprocessing.active_children()) <= before
     assert ser.main(flags(**settings)) == 2
     line = one_line(capsys)
     assert "boom" in line
