@@ -245,6 +245,25 @@ def test_the_schedules_have_their_stated_end_points():
         if momentum is not None:
             assert base.diagnostics["momentum"] == pytest.approx(momentum)
 
+def test_phases_that_a_run_is_too_short_for_take_a_tenth_of_it():
+    """The rise of tau_t and the frozen last layer, as the warmup: at the end of a run that is not
+    longer than they are, tau_t has risen and the last layer takes steps."""
+    for epochs, rise, freeze in ((100.0, 10, 1), (10.0, 1, 1), (1.0, 0.1, 0.1), (0.5, 0.05, 0.05)):
+        cfg = dino.Settings(epochs=epochs)
+        assert (cfg.teacher_temp_rise, cfg.freeze) == (pytest.approx(rise), pytest.approx(freeze))
+        assert cfg.teacher_temp_rise == pytest.approx(cfg.warmup)     # 10 epochs, both
+    model = toy(epochs=0.5, teacher_temp_epochs=10.0, freeze_epochs=1.0)[1]
+    base = model.base
+    for progress, tau_t in ((0.05, 0.055), (0.1, 0.07), (0.9, 0.07)):
+        base.update(progress)
+        assert base.tau_t == pytest.approx(tau_t)
+    optimizer = base.cfg.optimizer(model)
+    last = base.head.last.parametrizations.weight.original1
+    for epoch, frozen in ((0.049, True), (0.051, False)):
+        last.grad = torch.ones_like(last)
+        base.cfg.before_step(optimizer, epoch)
+        assert (last.grad is None) == frozen
+
 def test_weight_decay_spares_vectors_and_the_last_layer_is_a_group_of_its_own():
     """DINO: biases and norms are not decayed; every trained parameter is in one group."""
     cfg, model = toy()
