@@ -78,7 +78,7 @@ class Settings:
         """The file of the "head" or of the "state" of its training, beside the result."""
         return self.result.with_name(f"{self.result.stem}-{what}.pt")
 
-def check_out(cfg: Settings) -> None:
+def check_out(cfg: Settings, digest: str) -> None:
     """Raise UserError where the result could not be written, or would overwrite something else."""
     path = cfg.result
     folder = path.resolve().parent
@@ -87,11 +87,17 @@ def check_out(cfg: Settings) -> None:
     overwritten = (cfg.beside("head").resolve(), cfg.beside("state").resolve())
     require(Path(cfg.checkpoint).resolve() not in overwritten,
             f"--out {path}: a file of that name beside it is the checkpoint, choose another")
+    if not path.exists():
+        return
     try:
-        if path.exists():
-            json.loads(path.read_text())
-    except (ValueError, OSError):
-        raise UserError(f"--out {path} is there and is no JSON file: choose another name") from None
+        there = json.loads(path.read_text())
+        there = there["settings"] | {"checkpoint": there["sha256"]}
+    except (ValueError, OSError, KeyError, TypeError):
+        raise UserError(f"--out {path} is there and is no result: choose another name") from None
+    here = json.loads(json.dumps(vars(cfg) | {"checkpoint": digest}))     # lists for tuples
+    for name in ("checkpoint", "data", "test", "select_split", "seed"):
+        require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
+                f"({there.get(name)}, now {here[name]}): remove it or choose another --out")
 
 # ==== 2. Images: class folders, crops, and the order of training ==================================
 class Split(NamedTuple):
@@ -119,7 +125,10 @@ def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[st
     paths: list[str] = []
     labels: list[int] = []
     for c in own:
-        images = ser.list_images(os.path.join(root, c))
+        try:
+            images = ser.list_images(os.path.join(root, c))
+        except UserError as error:     # which names --data, whatever the flag
+            raise UserError(str(error).replace("--data", name, 1)) from None
         paths += images
         labels += [place[c]] * len(images)
     note = "folders 0, 1, ... are places in the sorted training classes, as in ImageNet-V2"
@@ -235,18 +244,12 @@ class Frozen:
     def __post_init__(self) -> None:
         self.device = self.encoder.cls_token.device
         self.width = self.blocks * self.encoder.dim
-        self.tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.broken: dict[str, set[str]] = {name: set() for name in self.splits}
 
     def read(self, name: str, keys: Iterable[list]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features (B, F) and labels (B,) of each batch of keys, on every rank; from the table of
-        centre crops, where there is one. Raises UserError for too many broken images."""
-        if name in self.tables:
-            features, labels = self.tables[name]
-            for batch in keys:
-                rows = torch.tensor([index for _, index in batch], device=self.device)
-                yield features[rows], labels[rows]
-            return
+        """Features (B, F) and labels (B,) of each batch of keys, on every rank. Raises UserError
+        for too many broken images."""
         source = self.splits[name].source
         broken = self.broken[name]
         ranks, rank = ranks_and_rank()
@@ -280,14 +283,23 @@ class Frozen:
 
     def table(self, name: str) -> tuple[Tensor, Tensor]:
         """Features (n, F) and labels (n,) of the centre crops of a split, extracted once."""
-        if name not in self.tables:
-            all_keys = [(None, index) for index in range(len(self.splits[name].labels))]
+        split = self.splits[name]
+        images = (id(split.source), id(split.labels))     # two names of one set share its table
+        if images not in self.tables:
+            all_keys = [(None, index) for index in range(len(split.labels))]
             size = self.cfg.batch_size
             keys = [all_keys[i:i + size] for i in range(0, len(all_keys), size)]
             quiet = ranks_and_rank()[1] > 0
             features, labels = zip(*tqdm(self.read(name, keys), name, len(keys), disable=quiet))
-            self.tables[name] = (torch.cat(features), torch.cat(labels))
-        return self.tables[name]
+            self.tables[images] = (torch.cat(features), torch.cat(labels))
+        return self.tables[images]
+
+def look_up(table: tuple[Tensor, Tensor], keys: Iterable[list]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same from a table, whatever the epoch of the keys: the batches of --cache."""
+    features, labels = table
+    for batch in keys:
+        rows = torch.tensor([index for _, index in batch], device=labels.device)
+        yield features[rows], labels[rows]
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1) ===================================
 # SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are
@@ -397,7 +409,8 @@ def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
         heads.load_state_dict(state["heads"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
-    batches = frozen.read("train", training_keys(n, batch, start // per_epoch, cfg))
+    keys = training_keys(n, batch, start // per_epoch, cfg)
+    batches = look_up(frozen.table("train"), keys) if cfg.cache else frozen.read("train", keys)
     with contextlib.closing(batches):
         for done in fit(heads, optimizer, batches, start, cfg.epochs * per_epoch):
             if done % per_epoch == 0 and rank == 0 and not cfg.cache:
@@ -424,7 +437,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
         k: int = 20) -> float:
     """Share of the test features (n, D), labels (n,), whose class the k nearest of train (m, D)
     tell by a vote: cosine similarity s, weight exp(s / .07), as DINO's."""
-    train = F.normalize(train, dim=1)
+    known = train_labels >= 0
+    train = F.normalize(train[known], dim=1)
+    train_labels = train_labels[known]
     size = max(1, 2 ** 28 // len(train))     # blocks of similarities of at most 1 GB
     right = 0
     for x, y in zip(F.normalize(test, dim=1).split(size), test_labels.split(size)):
@@ -466,7 +481,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     retrieval  for h, the share of the tokens of rho_h f(x) whose most similar one, among those of
                f(rho_h x) of 32 images, is their counterpart; 1 / (32 N) at chance
     """
-    sums = {layer: dict.fromkeys(("retrieval", "score", "centred"), 0.0) for layer in layers}
+    sums = {layer: dict.fromkeys(("retrieval", "chance", "score", "centred"), 0.0) for layer in layers}
     for part, x in enumerate(images.split(32)):
         drawn = []
         for view in (1, 2):
@@ -496,6 +511,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
             z_prime = z_prime - z_prime.mean((0, 1))
             centred = F.cosine_similarity(z, z_prime, dim=-1).mean()
             share = len(x) / len(images)
+            sums[layer]["chance"] += share / (z.shape[0] * z.shape[1])
             sums[layer]["retrieval"] += share * retrieval.item()
             sums[layer]["score"] += share * score.item()
             sums[layer]["centred"] += share * centred.item()
@@ -505,21 +521,25 @@ def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> dict
     """`equivariances` after one block."""
     return equivariances(encoder, images, [layer], element)[layer]
 
-def compare(untrained: ViT, trained: ViT, split: Split, layers: Sequence[int]) -> dict[str, Any]:
-    """The equivariance of both on the same 512 images, which are spread over the split."""
-    n = len(split.labels)
-    crops = Crops(split, trained.shape["image_size"], seed=0)
+def compare(encoders: dict[str, ViT], crops: Crops, layers: Sequence[int]) -> dict[str, Any]:
+    """The equivariance of the encoders, by name, on the same 512 images, spread over `crops`; those
+    that cannot be read are left out and counted. Raises UserError where none is left."""
+    n = len(crops.split.labels)
     places = torch.linspace(0, n - 1, min(512, n)).long().tolist()
-    images = torch.stack([crops[None, place][0] for place in places])
-    images = ser.normalise(images.to(trained.cls_token.device).float() / 255)
+    read = [crops[None, place] for place in places]
+    pixels = [image for image, label in read if label >= 0]
+    require(len(pixels) > 0, f"none of {len(read)} images of val can be read: repair them")
     rows = []
     for element in ("rot90", "hflip", "scale"):
-        before = equivariances(untrained, images, layers, element)
-        after = equivariances(trained, images, layers, element)
-        rows += [{"element": element, "block": layer, "untrained": before[layer],
-                  "trained": after[layer]} for layer in layers]
-    chance = 1 / (min(32, len(images)) * trained.grid ** 2)
-    return {"images": len(images), "chance": chance, "rows": rows}
+        found = {}
+        for name, encoder in encoders.items():
+            images = torch.stack(pixels).to(encoder.cls_token.device)
+            images = ser.normalise(images.float() / 255)
+            found[name] = equivariances(encoder, images, layers, element)
+        for layer in layers:
+            measured = {name: found[name][layer] for name in encoders}
+            rows.append({"element": element, "block": layer, **measured})
+    return {"images": len(pixels), "unreadable": len(read) - len(pixels), "rows": rows}
 
 # ==== 7. Evaluation: a checkpoint in, a result out ================================================
 def untrained(seed: int, shape: dict[str, Any]) -> ViT:
@@ -555,7 +575,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     ser.check_ranges(cfg)
     device, rank, ranks = ser.setup()
     encoder, step, digest = frozen_encoder(cfg)
-    check_out(cfg)
+    check_out(cfg, digest)
     classes, splits = collect(cfg, encoder.shape["image_size"])
     trains = cfg.cache or cfg.mlp or not (cfg.knn or cfg.equivariance)
     votes = cfg.cache or cfg.knn or not cfg.data     # of a cache, or of drawn images, k-NN is free
@@ -578,8 +598,6 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
         if name != "train":
             chance = 100 / len(split.among)
             result["chance"][name] = {"top1": chance, "top5": min(100, 5 * chance)}
-    if cfg.cache:
-        frozen.table("train")     # from which `linear` will read
     if trains:
         free = ("data", "checkpoint", "test", "knn", "equivariance", "workers", "out")
         identity = {name: value for name, value in vars(cfg).items() if name not in free}
@@ -589,10 +607,14 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
         result["knn"] = {"k": 20, **knn_splits(frozen)}
     if cfg.equivariance or not cfg.data:
         before, _, _ = frozen_encoder(dataclasses.replace(cfg, random_init=True))
+        encoders = {"untrained": before.to(device)}
+        if not cfg.random_init:
+            encoders["trained"] = encoder
+            if votes:
+                result["knn_untrained"] = knn_splits(Frozen(before, 1, cfg, splits, crops))
         layers = range(1, encoder.depth + 1) if cfg.equivariance else [max(1, encoder.cls_layer)]
-        result["equivariance"] = compare(before.to(device), encoder, splits["val"], layers)
-        if votes:
-            result["knn_untrained"] = knn_splits(Frozen(before, 1, cfg, splits))
+        val = crops(splits["val"], encoder.shape["image_size"], cfg.seed)
+        result["equivariance"] = compare(encoders, val, layers)
     result |= {"broken": {name: sorted(broken) for name, broken in frozen.broken.items() if broken},
                "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
                "ranks": ranks, "torch": torch.__version__, "torchvision": torchvision.__version__,
@@ -608,20 +630,20 @@ def line(title: str, cells: Iterable[str]) -> str:
     return f"  {title:28}" + "".join(f"{cell:>18}" for cell in cells)
 
 def report(result: dict[str, Any]) -> str:
-    """What training taught the encoder, for the screen: a row per element and block."""
+    """The equivariance for the screen: a row per element and block, untrained -> trained."""
     found = result["equivariance"]
-    lines = [f"Untrained -> trained, {found['images']} images of val",
-             line("token maps", ("patch retrieval", "cosine (A.2)", "cosine, centred"))]
+    encoders = [name for name in ("untrained", "trained") if name in found["rows"][0]]
+    measures = ("retrieval", "score", "centred")
+    lines = [f"{' -> '.join(encoders)}, {found['images']} images of val",
+             line("token maps", ("patch retrieval", "cosine (A.2)", "cosine, centred", "chance of r."))]
     for row in found["rows"]:
-        cells = [f"{row['untrained'][measure]:.3f} -> {row['trained'][measure]:.3f}"
-                 for measure in ("retrieval", "score", "centred")]
+        cells = [" -> ".join(f"{row[name][measure]:.3f}" for name in encoders)
+                 for measure in measures]
+        cells.append(f"{row['untrained']['chance']:.5f}")
         lines.append(line(f"{row['element']}, after block {row['block']}", cells))
-    lines.append(line("chance", (f"{found['chance']:.4f}", "-", "0")))
     lines.append("  The cosine misleads alone: it is 1 where all tokens are equal, and no map is.")
-    if "knn_untrained" in result:
-        before, after = (result[name]["val"]["top1"] for name in ("knn_untrained", "knn"))
-        lines.append(line("20-NN accuracy, %", [f"{before:.2f} -> {after:.2f}"]))
-        lines.append(line("chance", [f"{result['chance']['val']['top1']:.2f}"]))
+    if found["unreadable"]:
+        lines.append(f"  {found['unreadable']} images cannot be read and are left out")
     return "\n".join(lines)
 
 def table(result: dict[str, Any]) -> str:
@@ -642,10 +664,13 @@ def table(result: dict[str, Any]) -> str:
             lines.append(row(f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}", rate))
         flattered = "val itself, which flatters it: --select-split 0.1 chooses on training images"
         notes.append(f"the best rate was chosen on {flattered if on == 'val' else on + ' images'}")
-        if len(rates) > 1 and best in (rates[0], rates[-1]):
+        tried = [rate["rate"] for rate in rates]
+        if len(tried) > 1 and best["rate"] in (min(tried), max(tried)):
             notes.append("it lies at the end of the sweep: try rates beyond with --lr")
     if "knn" in result:
         lines.append(row("20-NN", result["knn"]))
+    if "knn_untrained" in result:
+        lines.append(row("20-NN, untrained", result["knn_untrained"]))
     lines.append(row("chance", result["chance"]))
     for name, broken in result["broken"].items():
         notes.append(f"{len(broken)} broken images in {name}, as {broken[0]}: they count as wrong")
