@@ -117,9 +117,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let R be a quarter turn and F the flip, so that an element is R^t F^f. A mirror image turns the
     other way round, F R = R^-1 F, hence
         R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
-    Scaling needs no term: rho resizes whatever it gets to g.grid, and resizing to a given size
-    commutes with flips and turns. So x2 = rho_g(x1), exactly without scaling, else up to
-    resampling.
+    Scaling needs no term: rho resizes last, to g.grid, which overrides the size that g1 gave. So
+    x2 = rho_g(x1), exactly where nothing is scaled, else up to resampling.
     """
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
@@ -140,7 +139,7 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
-    for flip in (False, True):     # eight combinations: the images that drew the same move together
+    for flip in (False, True):     # images with the same flip and turns are moved together
         for turns in range(4):
             members = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
             if len(members) > 0:
@@ -153,8 +152,8 @@ def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
 # The loader's processes decode an image once and cut its views; the device applies the geometry of
 # b2 and the jitter of all. Crop and jitter are drawn from (seed, epoch, image), geometry from
-# (seed, step), so that a resumed run goes on with the same draws. They travel with the view that
-# they made: SER reads the geometry alone, and methods in paper/methods learn from the others.
+# (seed, step, view), so that a resumed run goes on with the same draws. They travel with the view
+# that they made: SER reads the geometry alone, and methods in paper/methods learn from the others.
 
 class Policy(NamedTuple):
     """What T draws one view from (flip, colour jitter and grayscale are alike for all views)."""
@@ -198,7 +197,8 @@ class Key(NamedTuple):
     """Asks the data set for an image's views."""
     epoch: int
     index: int       # of the image in the data set
-    partner: int     # index of the first image of its pair, 2i and 2i + 1 in the batch (for STL)
+    partner: int     # index of the image at place 2i of the batch, for those at 2i and 2i + 1:
+    #                  not used by SER; STL gives both the same draws
     in_b2: bool
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
@@ -232,8 +232,8 @@ def sample_crop(image: Tensor, area: tuple[float, float] | None) -> Crop:
 
 def sample_jitter(policy: Policy) -> Jitter:
     """MoCo-v3's draws for one image: colour jitter (.4, .4, .2, .1), in random order, with
-    probability .8, grayscale with .2, blur and solarization with the policy's. None on a plain
-    centre crop."""
+    probability .8, grayscale with .2, blur and solarization with the policy's. A plain centre crop
+    gets no jitter."""
     jitter = Jitter()
     if policy.area is None:
         return jitter
@@ -273,7 +273,7 @@ class Dataset(torch.utils.data.Dataset):
         draws = []
         for policy in self.policies:
             # Paper: 3.2. T_eq keeps the jitter of T but not its crop: g acts on whole images.
-            # Choice: which are first made square, S x S, as a crop is.
+            # Choice: whole images are first made square, S x S.
             crop = Crop() if key.in_b2 else sample_crop(image, policy.area)
             draws.append((crop, sample_jitter(policy)))
         return draws
@@ -343,7 +343,9 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
             rows = rows.to(x.device, non_blocking=True)
             x[rows] = OPERATIONS[name](x[rows], value)
 
-    for place in range(4):     # apply to each image the operation that its order has at this place
+    # At each place, apply to an image the operation that its order has there, unless it is skipped:
+    # then its value is the default.
+    for place in range(4):
         for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
             changed = getattr(jitter, name) != getattr(Jitter(), name)
             apply(name, changed & (jitter.order[:, place] == number))
@@ -353,8 +355,8 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     return normalise(x)
 
 def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
-    """A rank's keys for a step. indices: the images of the step, those of b1, then those of b2; the
-    ranks take equal slices of each, n_b2 images of b2."""
+    """A rank's keys for a step. indices: the step's images, the b1 of all ranks, then the b2 of all
+    ranks; the rank takes its slice of each. n_b2: |b2| of one rank."""
     n_b1 = len(indices) // ranks - n_b2
     b1 = indices[:n_b1 * ranks]
     b2 = indices[n_b1 * ranks:]
@@ -365,7 +367,7 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
                ranks: int = 1) -> Batch:
     """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: for each
     view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU."""
-    n_b2 = cfg.b2_images(ranks)
+    n_b2 = cfg.b2_images(ranks)     # |b2| of this rank
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
         n_b1 = len(pixels) - n_b2
@@ -389,8 +391,10 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
 # f1 is the blocks up to `cls_layer`: its tokens are a map of the image and nothing else. f2 is the
-# rest, in front of which [CLS] is inserted. b1 and b2 differ in size, yet pass through together:
-# b2 is 1% of the images, and a pass of its own would cost far more than 1% of the time.
+# rest, in front of which [CLS] is inserted. (In the ablations L_equiv may sit deeper; then f1 is
+# what lies in front of its map, and [CLS] is left out of it.) b1 and b2 differ in size, yet pass
+# through together: b2 is 1% of the images, and a pass of its own would cost far more than 1% of the
+# time.
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
@@ -423,8 +427,8 @@ class Block(nn.Module):
         attended = []
         qkv = self.attn["qkv"](self.norm1(x))
         for part in unpack(qkv, parts):
-            part = part.unflatten(2, (3, self.heads, -1))                    # (B, N, 3, heads, -1)
-            q, k, v = part.permute(2, 0, 3, 1, 4)                            # (B, heads, N, -1)
+            part = part.unflatten(2, (3, self.heads, -1))             # (B, N, 3, heads, D / heads)
+            q, k, v = part.permute(2, 0, 3, 1, 4)                     # (B, heads, N, D / heads)
             out = F.scaled_dot_product_attention(q, k, v)
             attended.append(out.transpose(1, 2).flatten(2))                  # (B, N, D)
         return self.attn["proj"](pack(attended))
@@ -446,7 +450,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of one part of a batch."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if it has one, no norm
+    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if any (for `last_cls`)
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
@@ -474,7 +478,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
-        # three D x D matrices in one: gain sqrt(2) makes the bound sqrt(6 / (4D)) that of each.
+        # three D x D matrices in one: a gain of sqrt(2) turns the bound of the whole, sqrt(6 /
+        # (4D)), into that of each, sqrt(6 / (2D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
@@ -538,6 +543,7 @@ class ViT(nn.Module):
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place;
 # its negatives are all tokens, of both views, of the *other* images of b2, over all ranks. Nothing
 # is detached: anchors, positives and negatives all carry gradient.
+# Paper: so the formula of 3.3; the comment in Algorithm 1 ("other images/tokens") is looser.
 
 class AllGather(torch.autograd.Function):
     """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
@@ -567,7 +573,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
-              / (exp s(z_ij, z'_ij) + sum_{m != i, n} exp s(z_ij, z_mn) + exp s(z_ij, z'_mn))
+              / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
     where s is the cosine divided by the temperature. z: (B, N, K), the projected tokens of
     rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar.
@@ -600,9 +606,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 
         def loss_of(anchors, positive, owner, keys):     # the sum over a block of the anchors
             logits = (anchors @ keys.T).unflatten(1, (n_images, 2 * N))
-            # own[a, m]: key image m is anchor a's own image i,         m = 0 1 2
-            # whose 2N tokens are no negatives.                    i = 0    T . .
-            #                                                      i = 1    . T .
+            # own[a, m]: key image m is anchor a's own image i, so that         m = 0 1 2
+            # its 2N tokens are no negatives. Each row here stands      i = 0       T . .
+            # for the N anchors of an image.                            i = 1       . T .
             own = owner[:, None] == torch.arange(n_images, device=owner.device)
             negatives = logits.masked_fill(own[:, :, None], -torch.inf).flatten(1)
             return (torch.logaddexp(positive, negatives.logsumexp(1)) - positive).sum()
@@ -622,7 +628,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder         the online ViT; SER runs it, once per step, on all image batches
 #     base(views, cls)     L_inv; views: list[View], cls: the final [CLS] of each, (B, D)
-#     base.update(p)       called before every forward pass, at progress p in [0, 1): moves teachers
+#     base.update(p)       called by `train` before every forward pass, at progress p in [0, 1)
 #     base.diagnostics     name -> scalar, what the last forward pass measured, for the log
 
 def ranks_and_rank() -> tuple[int, int]:
@@ -645,8 +651,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Contrast each query, q (B, K), with the keys, k (B, K), of all images of all ranks; row i of
-    k is the key of row i of q. Returns 2T times the cross-entropy (MoCo-v3's factor), 2T ln(R B)
-    at chance, and the share of the queries that are nearest to their own key."""
+    k is the key of row i of q. Returns 2T times the cross-entropy (MoCo-v3's factor;
+    2T ln(R B) at chance) and the share of the queries that are nearest to their own key."""
     ranks, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -707,7 +713,7 @@ class MoCoV3(nn.Module):
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
 # One pass of the encoder serves both losses: the final [CLS] of b1 and b2 goes to the base method,
-# the token maps of b2 go to L_equiv. (f1 is what lies in front of the map, at any of its `layers`.)
+# the token maps of b2 go to L_equiv.
 
 def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
     """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
@@ -742,8 +748,9 @@ class SER(nn.Module):
         views = batch.views
         encoded = encode_views(self.base.encoder, views, self.layers)
 
-        # L_inv. Choice: one loss over b1 and b2, as in the release. Eq. 3 read literally, a mean
-        # for each, would weigh an image of b2 84 times one of b1 at 3 of 256.
+        # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
+        # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 84 times one of
+        # b1 at 3 of 256.
         cls = [torch.cat([part.cls for part in view]) for view in encoded]
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
@@ -832,7 +839,7 @@ class Common:
 
     @property
     def warmup(self) -> float:
-        """Epochs of warmup: warmup_epochs, or a tenth of the run if it is not longer than that."""
+        """Epochs of warmup: warmup_epochs, or a tenth of a run that is no longer than that."""
         return self.warmup_epochs if self.warmup_epochs < self.epochs else self.epochs / 10
 
     @property
@@ -988,7 +995,7 @@ def setup() -> tuple[torch.device, int, int]:
         for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, value)
     if "RANK" in os.environ and not dist.is_initialized():
-        # gloo beside NCCL: what CPUs know is exchanged without waiting for the GPUs.
+        # gloo beside NCCL: stop signals and shapes are exchanged without waiting for GPUs.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks, rank = ranks_and_rank()
     mps = torch.backends.mps.is_available() and ranks == 1
@@ -1066,8 +1073,8 @@ def resume(path: Path, identity: dict[str, Any], model: SER,
     return state["step"]
 
 def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
-    """A picture with a row for up to six images of b2: x, x1, rho_g(x1), and x2, which must look
-    like the third but for its colours. x: the images before the geometry, (B2, 3, S, S) uint8."""
+    """A picture with a row for up to six images of b2: x, x1, rho_g(x1), and x2, which must have
+    the shape of the third. x: the images before the geometry, (B2, 3, S, S) uint8."""
     x1, x2 = (view.images[-1].float().cpu() * STD + MEAN for view in batch.views[:2])
     g = relative(batch.views[1].geometry, batch.views[0].geometry)
     columns = {"x": x.cpu() / 255, "x1": x1, "rho(g2 g1^-1) x1": rho(g, x1, cell), "x2": x2}
@@ -1121,11 +1128,11 @@ class Log:
 
     def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
         """Write a step's values, means over ranks, and rates since the last record; returns the
-        mean loss. Nothing else in a step waits for the device."""
+        mean loss. Between checkpoints, only this waits for the device."""
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
                    "waiting": self.waited / seconds,
-                   "broken": len(self.broken) * self.ranks,     # a sum; the mean is taken below
+                   "broken": len(self.broken) * self.ranks,     # a sum: the mean follows
                    "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
         values = torch.tensor([torch.as_tensor(value).item() for value in losses.values()])
         if self.ranks > 1:
@@ -1174,8 +1181,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
         images=images, start=start, steps=steps, ranks=ranks, b2=b2, ratio=b2 / cfg.batch_size,
         lr=cfg.lr, warmup=cfg.warmup, device=device.type, torch=torch.__version__,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)))
-    # Without device_ids, which would move Geometry to the GPU. DDP finds a parameter that gets no
-    # gradient, and raises.
+    # Without device_ids, which would move Geometry to the GPU (see there). DDP finds a parameter
+    # that gets no gradient, and raises.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = iter(torch.utils.data.DataLoader(
         cfg.dataset(source), worker_init_fn=leave_signals, pin_memory=device.type == "cuda",
@@ -1193,7 +1200,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             if step == 0 and rank == 0 and batch.views[0].geometry is not None:
                 pixels = loaded[0][0][-cfg.b2_images(ranks):]
                 save_views(path.with_name("views.png"), batch, pixels, cfg.patch_size)
-            # Forward. What a method draws depends on the step alone, so a resumed run repeats it.
+            # Forward. What a method draws here has a seed of its own, so a resumed run repeats it.
             seed_draws(cfg.seed, "step", step, rank)
             model.base.update(step / steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -1271,7 +1278,8 @@ def guard(program: str, work: Callable[[], Any]) -> int:
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
         path.write_text(traceback.format_exc())
-        advice = "try fewer --workers, or 0: " if "DataLoader worker" in str(error) else ""
+        lost = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error)
+        advice = "a loader process died, try fewer --workers, or 0: " if lost else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         tqdm.write(f"{program}: {advice}{text} (traceback: {path})", file=sys.stderr)
     return 2
