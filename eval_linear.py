@@ -1,8 +1,8 @@
 """What a checkpoint has learned: linear evaluation (paper 4.1), k-NN, and equivariance (paper A.2).
 
-The encoder is frozen. A linear layer learns the classes from the [CLS] of its last four blocks; or
-the nearest training images vote, by the last [CLS] alone and without any training; or its token
-maps are asked whether they move as the image moves.
+The encoder is frozen. Three questions can be asked of it. Can a linear layer tell the classes from
+its [CLS] after the last four blocks that have one? Do the nearest training images, by the last
+[CLS], have the right class? Do its token maps move as the image moves?
 
     python eval_linear.py                                    runs/ser/last.pt on drawn images
     python eval_linear.py --data /imagenet --knn             k-NN alone: minutes
@@ -11,11 +11,20 @@ maps are asked whether they move as the image moves.
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt \\
         --test v2=/imagenet-v2 r=/imagenet-r                 the paper's protocol, two shifted sets
 
+    flags             heads are trained on               k-NN       equivariance
+    none              random crops                       -          -
+    --mlp             random crops, by MLPs              -          -
+    --cache           one centre crop of each image      yes        -
+    --knn             -                                  yes        -
+    --equivariance    -                                  -          after every block
+Flags add up. Without --data, k-NN and the equivariance after one block are always measured.
+
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., named as those
-classes, or numbered as ImageNet-V2 is. Beside the checkpoint it writes the result, the chosen head,
-and, until it is done, the state of the training, which the same command continues.
+classes, or numbered as ImageNet-V2 is. The result, the chosen head, and the state of an unfinished
+training, which the same command continues, are written beside the checkpoint.
 1 Settings, 2 Images, 3 Features, 4 Heads, 5 k-NN, 6 Equivariance, 7 Evaluation, 8 Command line.
-Axes: B images, N tokens, R learning rates, C classes, F feature width, D encoder width.
+Axes: n images of a split, m training images, B images of a batch, S side of an image in pixels,
+R learning rates, C classes, D encoder width, K feature width, N = H W tokens.
 """
 from __future__ import annotations
 
@@ -34,7 +43,6 @@ from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, Sequ
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -45,24 +53,24 @@ from ser import INF, TINY, UserError, ViT, ranks_and_rank, require, rng, setting
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """All settings of an evaluation. Without --data, those of `drawn` replace the defaults."""
-    data: str = setting("", 0, 0, "folder with train/CLASS/... and val/CLASS/...")
+    data: str = setting("", 0, 0, "folder with train/CLASS and val/CLASS; none: drawn images")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run")
-    test: tuple[str, ...] = setting(("",), 0, 0, "NAME=DIR ..., further test sets; repeatable")
-    knn: bool = setting(False, 0, 1, "k-NN, without training heads")
-    cache: bool = setting(False, 0, 1, "k-NN, and heads on features of the centre crops")
-    mlp: bool = setting(False, 0, 1, "MLP heads in place of linear ones")
-    equivariance: bool = setting(False, 0, 1, "equivariance after every block, without heads")
-    random_init: bool = setting(False, 0, 1, "the untrained encoder, of the run's seed")
+    test: tuple[str, ...] = setting(("",), 0, 0, "NAME=DIR ..., test sets to score; repeatable")
+    knn: bool = setting(False, 0, 1, "k-NN; no heads, unless --cache or --mlp asks for them")
+    cache: bool = setting(False, 0, 1, "heads on one centre crop of each image, and k-NN")
+    mlp: bool = setting(False, 0, 1, "heads of three layers in place of linear ones")
+    equivariance: bool = setting(False, 0, 1, "equivariance after every block; no heads, likewise")
+    random_init: bool = setting(False, 0, 1, "the untrained encoder that the run began with")
     # Choice: the release tries 1, 3, 10 per 256 images. The smaller ones are what weak features and
     # few classes need, and cost next to nothing, as one training serves all rates.
     lr: tuple[float, ...] = setting((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), TINY, INF,
-                                    "learning rates per 256 images, all trained at once")
-    select_split: float = setting(0.0, 0, 0.9, "share of train to choose the rate on; 0: on val")
+                                    "learning rates per 256 images; each trains a head")
+    select_split: float = setting(0.0, 0, 0.9, "share of train to choose the rate on; 0: use val")
     epochs: int = setting(50, 1, INF, "passes over the training images (paper: 50)")
     batch_size: int = setting(1024, 1, INF, "images per step, over all ranks")
-    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of heads, order, crops and split")
+    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of heads, order, crops and held-out images")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the evaluating process loads")
-    out: str = setting("", 0, 0, "the result, a .json; none: eval.json beside the checkpoint, ...")
+    out: str = setting("", 0, 0, "the result, a .json; none: eval[-FLAG].json by the checkpoint")
 
     drawn: ClassVar[dict[str, Any]] = dict(epochs=5, batch_size=64, workers=0)   # two CPU cores
 
@@ -79,22 +87,23 @@ class Settings:
         return self.result.with_name(f"{self.result.stem}-{what}.pt")
 
 def check_out(cfg: Settings, digest: str) -> None:
-    """Raise UserError where the result could not be written, or would overwrite something else."""
+    """Raise UserError where the result could not be written, or would overwrite something else: the
+    checkpoint, another file, or the result of other images, another seed or another encoder."""
     path = cfg.result
     folder = path.resolve().parent
     require(path.suffix == ".json", f"--out {path} must end in .json")
     require(os.access(folder, os.W_OK | os.X_OK), f"--out {path}: cannot write in {folder}")
-    overwritten = (cfg.beside("head").resolve(), cfg.beside("state").resolve())
+    overwritten = [cfg.beside(what).resolve() for what in ("head", "state")]
     require(Path(cfg.checkpoint).resolve() not in overwritten,
             f"--out {path}: a file of that name beside it is the checkpoint, choose another")
     if not path.exists():
         return
     try:
-        there = json.loads(path.read_text())
-        there = there["settings"] | {"checkpoint": there["sha256"]}
+        found = json.loads(path.read_text())
+        there = found["settings"] | {"checkpoint": found["sha256"]}
     except (ValueError, OSError, KeyError, TypeError):
         raise UserError(f"--out {path} is there and is no result: choose another name") from None
-    here = json.loads(json.dumps(vars(cfg) | {"checkpoint": digest}))     # lists for tuples
+    here = vars(cfg) | {"checkpoint": digest, "test": list(cfg.test)}
     for name in ("checkpoint", "data", "test", "select_split", "seed"):
         require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
                 f"({there.get(name)}, now {here[name]}): remove it or choose another --out")
@@ -109,16 +118,18 @@ class Split(NamedTuple):
     note: str = ""                   # for the person who reads the table
 
 def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[str], Split]:
-    """The class folders of `root` and their images, labelled by the places of the folders' names in
-    `classes` (none: among themselves). Raises UserError, with the flag `name`, for others."""
+    """The class folders of `root`, sorted, and their images. A label is the place of the folder's
+    name in `classes` (none: among the folders). Raises UserError, which names the flag `name`, for
+    folders of no such class."""
     entries = list(os.scandir(root)) if os.path.isdir(root) else []
     own = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     require(len(own) > 0, f"{name} {root}: no such folder, or no class folders in it")
     place = {c: i for i, c in enumerate(classes or own)}
     numbers = {str(i): i for i in range(len(classes))}
-    numbered = set(own) == set(numbers) != set(place)     # sorted as text, "10" would precede "2"
-    if numbered:
+    note = ""
+    if set(own) == set(numbers) != set(place):     # sorted as text, "10" would precede "2"
         place = numbers
+        note = "folders 0, 1, ... are places in the sorted training classes, as in ImageNet-V2"
     strange = [c for c in own if c not in place]
     require(not strange, f"{name} {root}: {len(strange)} folders match no training class: "
             f"{' '.join(strange[:5])}; give them the names of training classes")
@@ -131,22 +142,21 @@ def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[st
             raise UserError(str(error).replace("--data", name, 1)) from None
         paths += images
         labels += [place[c]] * len(images)
-    note = "folders 0, 1, ... are places in the sorted training classes, as in ImageNet-V2"
-    among = [place[c] for c in own]
-    return own, Split(paths, torch.tensor(labels), among, note=note if numbered else "")
+    return own, Split(paths, torch.tensor(labels), [place[c] for c in own], note=note)
 
 def hold_out(split: Split, cfg: Settings) -> dict[str, Split]:
     """Divide the training images at random into "train" and "held-out"."""
     order = torch.randperm(len(split.labels), generator=rng(cfg.seed, "split"))
     held = order < round(cfg.select_split * len(order))
     parts = {}
-    for name, rows in (("train", (~held).nonzero()[:, 0]), ("held-out", held.nonzero()[:, 0])):
+    for name, chosen in (("train", ~held), ("held-out", held)):
+        rows = chosen.nonzero().flatten()
         source = split.source
         source = source[rows] if isinstance(source, Tensor) else [source[row] for row in rows]
         parts[name] = split._replace(source=source, labels=split.labels[rows])
-    kept = parts["train"].labels.unique()
-    require(held.any() and len(kept) == len(split.among), f"--select-split {cfg.select_split} "
-            "leaves none to choose on, or none of a class to learn from: change it")
+    classes = parts["train"].labels.unique()
+    require(held.any() and len(classes) == len(split.among), f"--select-split {cfg.select_split} "
+            "holds out no image, or all images of a class: change it")
     return parts
 
 def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
@@ -214,27 +224,26 @@ class Crops(torch.utils.data.Dataset):
 
 def training_keys(images: int, batch: int, begin: int, cfg: Settings) -> Iterator[list]:
     """The keys of the batches from epoch `begin` on. An epoch permutes the images by (seed, epoch)
-    alone; what its last whole batch leaves is not used."""
+    alone; images that do not fill its last batch are not used."""
     for epoch in range(begin, cfg.epochs):
-        order = torch.randperm(images, generator=rng(cfg.seed, "eval", epoch))
-        for rows in order.split(batch)[:images // batch]:
-            yield [(epoch, index) for index in rows.tolist()]
+        order = torch.randperm(images, generator=rng(cfg.seed, "eval", epoch)).tolist()
+        for first in range(0, images - batch + 1, batch):
+            yield [(epoch, index) for index in order[first:first + batch]]
 
 # ==== 3. Features: the frozen encoder, and who computes what on which rank ========================
 @torch.no_grad()
 def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """uint8 images (B, 3, S, S) -> (B, blocks * D) fp32, on the encoder's device: the [CLS] of the
-    last `blocks` blocks."""
-    x = images.to(encoder.cls_token.device, non_blocking=True).float() / 255
+    """The [CLS] after each of the last `blocks` blocks, of uint8 images (B, 3, S, S): (B, K) fp32
+    on the encoder's device, K = blocks * D."""
+    x = ser.normalise(images.to(encoder.cls_token.device, non_blocking=True) / 255)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        return encoder.last_cls(ser.normalise(x), blocks).float()
+        return encoder.last_cls(x, blocks).float()
 
 @dataclasses.dataclass
 class Frozen:
-    """The features of all splits. The encoder is nearly all of the work, and the ranks share it: of
-    every batch each encodes a part, and then all have all features. What follows is done alike
+    """The features of all splits. The encoder is nearly all of the work, and the ranks share it:
+    each encodes a part of every batch, and then all have all features. What follows is done alike
     everywhere, so that several ranks give what one gives, and no image counts twice."""
-
     encoder: ViT
     blocks: int                   # whose [CLS] are the features
     cfg: Settings
@@ -243,18 +252,19 @@ class Frozen:
 
     def __post_init__(self) -> None:
         self.device = self.encoder.cls_token.device
-        self.width = self.blocks * self.encoder.dim
+        self.width = self.blocks * self.encoder.dim     # K
         self.tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.broken: dict[str, set[str]] = {name: set() for name in self.splits}
 
     def read(self, name: str, keys: Iterable[list]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features (B, F) and labels (B,) of each batch of keys, on every rank. Raises UserError
+        """Features (B, K) and labels (B,) of each batch of keys, on every rank. Raises UserError
         for too many broken images."""
         source = self.splits[name].source
         broken = self.broken[name]
         ranks, rank = ranks_and_rank()
-        batches, asked = itertools.tee(keys)
-        own = (batch[rank::ranks] or batch[:1] for batch in asked)     # none is empty
+        batches, ahead = itertools.tee(keys)     # the loader is some batches ahead of the loop
+        # A rank that has no image in a short batch reads the first one, which is not used below.
+        own = (batch[rank::ranks] or batch[:1] for batch in ahead)
         data = self.crops(self.splits[name], self.encoder.shape["image_size"], self.cfg.seed)
         loader = iter(torch.utils.data.DataLoader(
             data, batch_sampler=own, num_workers=min(self.cfg.workers, os.cpu_count() or 1),
@@ -270,36 +280,29 @@ class Frozen:
                 if ranks > 1:     # a row is zero on all ranks but one: the sum is exact
                     dist.all_reduce(features)
                     dist.all_reduce(labels)
-                # Choice: an unreadable image has label -1, teaches no head, is nobody's neighbour
-                # and counts as wrong, so that all encoders are measured on as many images.
-                broken |= {source[batch[row][1]] for row in (labels < 0).nonzero()[:, 0].tolist()}
+                # Choice: an unreadable image has label -1. Heads and k-NN learn nothing from it,
+                # and in val it counts as wrong: all encoders are measured on as many images.
+                broken |= {source[batch[row][1]] for row in (labels < 0).nonzero().flatten()}
                 n = len(source)
                 require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of "
-                        f"{name} cannot be read, as {min(broken, default='')}: mend or remove them")
+                        f"{name} cannot be read, as {min(broken, default='')}: repair or remove it")
                 yield features, labels
         finally:     # its processes outlive an exception whose traceback holds the loader
             if hasattr(loader, "_shutdown_workers"):
                 loader._shutdown_workers()
 
     def table(self, name: str) -> tuple[Tensor, Tensor]:
-        """Features (n, F) and labels (n,) of the centre crops of a split, extracted once."""
+        """Features (n, K) and labels (n,) of the centre crops of a split, extracted once."""
         split = self.splits[name]
         images = (id(split.source), id(split.labels))     # two names of one set share its table
         if images not in self.tables:
-            all_keys = [(None, index) for index in range(len(split.labels))]
+            every = [(None, index) for index in range(len(split.labels))]
             size = self.cfg.batch_size
-            keys = [all_keys[i:i + size] for i in range(0, len(all_keys), size)]
+            keys = [every[first:first + size] for first in range(0, len(every), size)]
             quiet = ranks_and_rank()[1] > 0
             features, labels = zip(*tqdm(self.read(name, keys), name, len(keys), disable=quiet))
             self.tables[images] = (torch.cat(features), torch.cat(labels))
         return self.tables[images]
-
-def look_up(table: tuple[Tensor, Tensor], keys: Iterable[list]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same from a table, whatever the epoch of the keys: the batches of --cache."""
-    features, labels = table
-    for batch in keys:
-        rows = torch.tensor([index for _, index in batch], device=labels.device)
-        yield features[rows], labels[rows]
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1) ===================================
 # SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are
@@ -325,10 +328,12 @@ class Heads(nn.Module):
             self.biases.append(torch.zeros(len(lrs), 1, fan_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, F) -> logits (B, R, C), all heads in one product."""
-        x = torch.baddbmm(self.biases[0], x.expand(len(self.lrs), -1, -1), self.weights[0].mT)
-        for bias, weight in zip(self.biases[1:], self.weights[1:]):
-            x = torch.baddbmm(bias, F.relu(x), weight.mT)
+        """Features (B, K) -> logits (B, R, C), all heads in one product."""
+        x = x.expand(len(self.lrs), -1, -1)                                       # (R, B, K)
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases)):
+            if layer > 0:
+                x = F.relu(x)
+            x = torch.baddbmm(bias, x, weight.mT)
         return x.transpose(0, 1)
 
 class MLPHeads(Heads):
@@ -355,31 +360,37 @@ def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[
 
 @torch.no_grad()
 def accuracy(heads: Heads, x: Tensor, y: Tensor, among: Sequence[int]) -> list[dict[str, float]]:
-    """Top-1 and top-5 of each head on features (n, F) and labels (n,), in percent, scored among the
-    classes `among` only; label -1 is wrong."""
-    others = torch.ones(heads.biases[-1].shape[-1], dtype=torch.bool, device=x.device)
+    """Top-1 and top-5 in percent, of each head, on features (n, K) and labels (n,); only the
+    classes `among` can be answered, and label -1 is wrong."""
+    classes = heads.biases[-1].shape[-1]
+    others = torch.ones(classes, dtype=torch.bool, device=x.device)
     others[list(among)] = False
-    right = torch.zeros(2, len(heads.lrs), dtype=torch.int64, device=x.device)
+    top1 = 0
+    top5 = 0
     for part, labels in zip(x.split(1024), y.split(1024)):
-        best = heads(part).masked_fill(others, -INF).topk(min(5, len(others))).indices
-        hits = best == labels[:, None, None]                                      # (B, R, 5)
-        right += torch.stack([hits[:, :, 0].sum(0), hits.any(2).sum(0)])
-    shares = 100 * right.cpu().double() / len(x)
-    return [{"top1": top1, "top5": top5} for top1, top5 in shares.T.tolist()]
+        logits = heads(part).masked_fill(others, -INF)
+        best = logits.topk(min(5, classes)).indices                               # (B, R, 5)
+        hits = best == labels[:, None, None]
+        top1 = top1 + hits[:, :, 0].sum(0)                                        # (R,)
+        top5 = top5 + hits.any(2).sum(0)
+    return [{"top1": 100 * a / len(x), "top5": 100 * b / len(x)}
+            for a, b in zip(top1.tolist(), top5.tolist())]
 
-class Head(NamedTuple):
+class SavedHead(NamedTuple):
     """The chosen linear head: encode(encoder, images, blocks) @ weight.T + bias are its logits."""
-    weight: Tensor         # (C, F)
+    weight: Tensor         # (C, K)
     bias: Tensor           # (C,)
     classes: list[str]
     blocks: int
-    digest: str            # of the encoder, by frozen_encoder
+    digest: str            # identifies the encoder, see frozen_encoder
 
-def load_head(path: str | Path, digest: str) -> Head:
+Head = SavedHead     # the name by which paper/evaluations imports it
+
+def load_head(path: str | Path, digest: str) -> SavedHead:
     """The head that an evaluation kept. Raises UserError where there is none, or where it was
     trained on another encoder than that of `digest`."""
     try:
-        head = Head(**torch.load(path, map_location="cpu", weights_only=True))
+        head = SavedHead(**torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:     # pickle, zip, torch and the system raise their own
         raise UserError(f"{path} is missing, damaged or no head ({error}): run eval_linear.py with "
                         "the same --checkpoint, without --knn and --mlp") from None
@@ -387,11 +398,11 @@ def load_head(path: str | Path, digest: str) -> Head:
             "eval_linear.py with the same --checkpoint")
     return head
 
-def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
+def linear(frozen: Frozen, classes: list[str], digest: str,
            make: type[Heads] = Heads) -> dict[str, Any]:
     """Train the heads, or continue; returns every rate's accuracy on every split but train, and the
-    best rate, whose head is kept. identity: all that shapes the heads, which the state of an
-    unfinished training must share. Raises UserError where it does not."""
+    best rate, whose head is kept. Raises UserError where the state of an unfinished training is
+    that of other settings."""
     cfg = frozen.cfg
     rank = ranks_and_rank()[1]
     n = len(frozen.splits["train"].labels)
@@ -400,6 +411,11 @@ def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
     lrs = [rate * batch / 256 for rate in cfg.lr]
     heads = make(lrs, len(classes), frozen.width, cfg.seed).to(frozen.device)
     optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
+
+    # All that shapes the heads; folders may move in the meantime.
+    free = ("data", "checkpoint", "test", "knn", "equivariance", "workers", "out")
+    identity = {name: value for name, value in vars(cfg).items() if name not in free}
+    identity |= {"heads": heads.name, "encoder": digest, "classes": classes, "images": n}
     start = 0
     path = cfg.beside("state")
     if path.exists() and not cfg.cache:
@@ -409,25 +425,31 @@ def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
         heads.load_state_dict(state["heads"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
+
     keys = training_keys(n, batch, start // per_epoch, cfg)
-    batches = look_up(frozen.table("train"), keys) if cfg.cache else frozen.read("train", keys)
-    with contextlib.closing(batches):
+    batches = frozen.read("train", keys)
+    if cfg.cache:     # the same images in the same order, but always their centre crops
+        features, labels = frozen.table("train")
+        rows = ([index for _, index in batch] for batch in keys)
+        batches = ((features[part], labels[part]) for part in rows)
+    with contextlib.closing(batches):     # after an error, too, its loader processes end at once
         for done in fit(heads, optimizer, batches, start, cfg.epochs * per_epoch):
             if done % per_epoch == 0 and rank == 0 and not cfg.cache:
                 ser.save_whole(path, dict(step=done, identity=identity, heads=heads.state_dict(),
                                           optimizer=optimizer.state_dict()))
+
     rows: list[dict[str, Any]] = [{"rate": rate, "lr": lr} for rate, lr in zip(cfg.lr, lrs)]
     for name, split in frozen.splits.items():
         if name != "train":
-            for row, found in zip(rows, accuracy(heads, *frozen.table(name), split.among)):
-                row[name] = found
+            found = accuracy(heads, *frozen.table(name), split.among)
+            rows = [row | {name: shares} for row, shares in zip(rows, found)]
     chosen_on = "held-out" if cfg.select_split else "val"
     best = max(rows, key=lambda row: row[chosen_on]["top1"])
     if rank == 0 and not heads.hidden:
         place = rows.index(best)
-        weight = heads.weights[0].detach()[place].cpu().clone()
-        bias = heads.biases[0].detach()[place, 0].cpu().clone()
-        head = Head(weight, bias, classes, frozen.blocks, identity["digest"])
+        weight = heads.weights[0][place].detach().cpu().clone()
+        bias = heads.biases[0][place, 0].detach().cpu().clone()
+        head = SavedHead(weight, bias, classes, frozen.blocks, digest)
         ser.save_whole(cfg.beside("head"), head._asdict())
     return {"batch": batch, "rates": rows, "chosen_on": chosen_on, "best": best}
 
@@ -435,16 +457,18 @@ def linear(frozen: Frozen, classes: list[str], identity: dict[str, Any],
 @torch.no_grad()
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
         k: int = 20) -> float:
-    """Share of the test features (n, D), labels (n,), whose class the k nearest of train (m, D)
-    tell by a vote: cosine similarity s, weight exp(s / .07), as DINO's."""
+    """The share of the test features (n, D) that are classified rightly by their k nearest training
+    features (m, D), each of which votes for its class with weight exp(s / .07), s the cosine
+    similarity, as in DINO. Training features with label -1 are left out."""
     known = train_labels >= 0
     train = F.normalize(train[known], dim=1)
     train_labels = train_labels[known]
+    test = F.normalize(test, dim=1)
     size = max(1, 2 ** 28 // len(train))     # blocks of similarities of at most 1 GB
     right = 0
-    for x, y in zip(F.normalize(test, dim=1).split(size), test_labels.split(size)):
-        similarity, nearest = (x @ train.T).topk(min(k, len(train)))
-        votes = x.new_zeros(len(x), int(train_labels.max()) + 1)
+    for x, y in zip(test.split(size), test_labels.split(size)):
+        similarity, nearest = (x @ train.T).topk(min(k, len(train)))              # (B, k)
+        votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
         votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
         right += (votes.argmax(1) == y).sum().item()
     return right / len(test)
@@ -466,22 +490,26 @@ def knn_splits(frozen: Frozen) -> dict[str, dict[str, float]]:
     return found
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =========================
-# The paper's score, a mean cosine, misleads alone: it rises for any map when all tokens grow alike,
-# and is 1 where they are equal and nothing is left of the map. Hence two more measures.
+# The paper's score is a mean cosine. It rises for any map when all tokens grow alike, and it is 1
+# where they are equal and nothing is left of the map. Hence two more measures.
 
 @torch.no_grad()
 def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
                   element: str) -> dict[int, dict[str, float]]:
-    """Of the token maps f(x) after each of the blocks `layers`, the last with the final LayerNorm;
-    images: (n, 3, S, S) normalised; element: "rot90", "hflip" or "scale".
+    """For each of the blocks `layers`, how its token maps f(x) move; the last with the final
+    LayerNorm. images: (n, 3, S, S) normalised; element of G: "rot90", "hflip" or "scale".
 
-    score      mean cos(rho_g f(x), f(rho_g x)), where g = g2 g1^-1 and g1, g2 are drawn from G, the
-               identity among them (paper A.2)
-    centred    for an h that always moves, the same after subtracting the mean token; 0 at chance
-    retrieval  for h, the share of the tokens of rho_h f(x) whose most similar one, among those of
-               f(rho_h x) of 32 images, is their counterpart; 1 / (32 N) at chance
+    score      mean cos(rho_g f(x), f(rho_g x)) for g = g2 g1^-1, where g1, g2 are drawn (paper A.2)
+    retrieval  share of the tokens of rho_h f(x) whose most similar token, among all of f(rho_h x)
+               of 32 images, is their counterpart
+    chance     of retrieval: 1 / (32 H W)
+    centred    mean cos(rho_h f(x), f(rho_h x)) after subtracting each side's mean token; chance: 0
+
+    g may be the identity, as in the paper, and h is not: it turns by 90, 180, 270 degrees in turn,
+    or flips. For "scale" both are g2: rho reads the grid of its result, and g1 plays no role.
     """
-    sums = {layer: dict.fromkeys(("retrieval", "chance", "score", "centred"), 0.0) for layer in layers}
+    measures = ("score", "retrieval", "chance", "centred")
+    sums = {layer: dict.fromkeys(measures, 0.0) for layer in layers}
     for part, x in enumerate(images.split(32)):
         drawn = []
         for view in (1, 2):
@@ -493,7 +521,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
         h = g
         if element == "hflip":
             h = g._replace(flip=torch.ones_like(g.flip))
-        elif element == "rot90":     # 90, 180 and 270 degrees in turn
+        elif element == "rot90":
             h = g._replace(turns=1 + torch.arange(len(x)) % 3)
         gx = ser.rho(g, x, encoder.patch_size)
         hx = ser.rho(h, x, encoder.patch_size)
@@ -507,14 +535,12 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
             z = ser.rho(h, f_x).flatten(2).mT                                     # (B, N, D)
             z_prime = f_hx.flatten(2).mT
             retrieval = ser.retrieval(z, z_prime)
+            chance = 1 / (z.shape[0] * z.shape[1])
             z = z - z.mean((0, 1))
             z_prime = z_prime - z_prime.mean((0, 1))
             centred = F.cosine_similarity(z, z_prime, dim=-1).mean()
-            share = len(x) / len(images)
-            sums[layer]["chance"] += share / (z.shape[0] * z.shape[1])
-            sums[layer]["retrieval"] += share * retrieval.item()
-            sums[layer]["score"] += share * score.item()
-            sums[layer]["centred"] += share * centred.item()
+            for name, value in zip(measures, (score, retrieval, chance, centred)):
+                sums[layer][name] += float(value) * len(x) / len(images)
     return sums
 
 def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> dict[str, float]:
@@ -529,16 +555,15 @@ def compare(encoders: dict[str, ViT], crops: Crops, layers: Sequence[int]) -> di
     read = [crops[None, place] for place in places]
     pixels = [image for image, label in read if label >= 0]
     require(len(pixels) > 0, f"none of {len(read)} images of val can be read: repair them")
+    device = next(iter(encoders.values())).cls_token.device
+    images = ser.normalise(torch.stack(pixels).to(device) / 255)
     rows = []
     for element in ("rot90", "hflip", "scale"):
-        found = {}
-        for name, encoder in encoders.items():
-            images = torch.stack(pixels).to(encoder.cls_token.device)
-            images = ser.normalise(images.float() / 255)
-            found[name] = equivariances(encoder, images, layers, element)
+        found = {name: equivariances(encoder, images, layers, element)
+                 for name, encoder in encoders.items()}
         for layer in layers:
-            measured = {name: found[name][layer] for name in encoders}
-            rows.append({"element": element, "block": layer, **measured})
+            row: dict[str, Any] = {"element": element, "block": layer}
+            rows.append(row | {name: found[name][layer] for name in encoders})
     return {"images": len(pixels), "unreadable": len(read) - len(pixels), "rows": rows}
 
 # ==== 7. Evaluation: a checkpoint in, a result out ================================================
@@ -548,24 +573,18 @@ def untrained(seed: int, shape: dict[str, Any]) -> ViT:
     return ViT(**shape).eval()
 
 def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
-    """The encoder, the step of its checkpoint, and its digest. With random_init it has the random
-    weights of the run's seed. Raises UserError for what is no checkpoint."""
-    encoder = ser.load_encoder(cfg.checkpoint)
+    """The encoder, the step of its checkpoint, and a digest that identifies it. With random_init it
+    has the random weights of the run's seed. Raises UserError for what is no checkpoint."""
     state = ser.load_checkpoint(cfg.checkpoint)
     digest = hashlib.sha256(Path(cfg.checkpoint).read_bytes()).hexdigest()[:16]
     if cfg.random_init:
-        return untrained(state["config"]["seed"], encoder.shape), 0, digest + "-random-init"
-    return encoder, state["step"], digest
+        return untrained(state["config"]["seed"], state["shape"]), 0, digest + "-random-init"
+    return ser.load_encoder(cfg.checkpoint), state["step"], digest
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
     """Write beside `path`, then rename: a kill leaves the old file or the new one, whole."""
     path.with_suffix(".tmp").write_text(json.dumps(found, indent=1) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
-
-def digest_of(split: Split) -> str:
-    """Of the names and labels of the images."""
-    names = [] if isinstance(split.source, Tensor) else map(os.path.basename, split.source)
-    return hashlib.sha256(repr([*names, *split.labels.tolist()]).encode()).hexdigest()[:16]
 
 def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = Heads,
              crops: type[Crops] = Crops) -> dict[str, Any]:
@@ -576,20 +595,22 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     device, rank, ranks = ser.setup()
     encoder, step, digest = frozen_encoder(cfg)
     check_out(cfg, digest)
-    classes, splits = collect(cfg, encoder.shape["image_size"])
+    size = encoder.shape["image_size"]
+    classes, splits = collect(cfg, size)
+
+    # The table at the top of the file; of a cache, or of drawn images, k-NN costs nothing.
     trains = cfg.cache or cfg.mlp or not (cfg.knn or cfg.equivariance)
-    votes = cfg.cache or cfg.knn or not cfg.data     # of a cache, or of drawn images, k-NN is free
+    votes = cfg.cache or cfg.knn or not cfg.data
     heads = MLPHeads if cfg.mlp else heads
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
-    frozen = Frozen(encoder.to(device), blocks, cfg, splits, crops)
     protocol = f"{heads.name} heads on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
     if blocks < 4:     # the release reads a patch token in place of a [CLS] that is not there
         protocol += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
     if cfg.cache:
         protocol += ", ONE CENTRE CROP, a first look, not the paper's protocol"
     result: dict[str, Any] = {
-        "command": " ".join(sys.argv), "checkpoint": cfg.checkpoint, "sha256": digest, "step": step,
-        "encoder": "untrained" if cfg.random_init else "trained", "shape": encoder.shape,
+        "checkpoint": cfg.checkpoint, "sha256": digest, "step": step,
+        "encoder": "untrained" if cfg.random_init else "trained",
         "data": cfg.data or "drawn images", "settings": vars(cfg), "classes": len(classes),
         "images": {name: len(split.labels) for name, split in splits.items()},
         "notes": [split.note for split in splits.values() if split.note],
@@ -598,27 +619,23 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
         if name != "train":
             chance = 100 / len(split.among)
             result["chance"][name] = {"top1": chance, "top5": min(100, 5 * chance)}
+
+    frozen = Frozen(encoder.to(device), blocks, cfg, splits, crops)
     if trains:
-        free = ("data", "checkpoint", "test", "knn", "equivariance", "workers", "out")
-        identity = {name: value for name, value in vars(cfg).items() if name not in free}
-        identity |= {"digest": digest, "images": digest_of(splits["train"]), "heads": heads.name}
-        result["linear"] = linear(frozen, classes, identity, heads)
+        result["linear"] = linear(frozen, classes, digest, heads)
     if votes:
         result["knn"] = {"k": 20, **knn_splits(frozen)}
     if cfg.equivariance or not cfg.data:
-        before, _, _ = frozen_encoder(dataclasses.replace(cfg, random_init=True))
-        encoders = {"untrained": before.to(device)}
+        encoders = {result["encoder"]: encoder}
         if not cfg.random_init:
-            encoders["trained"] = encoder
+            before, _, _ = frozen_encoder(dataclasses.replace(cfg, random_init=True))
+            encoders = {"untrained": before.to(device), "trained": encoder}
             if votes:
                 result["knn_untrained"] = knn_splits(Frozen(before, 1, cfg, splits, crops))
         layers = range(1, encoder.depth + 1) if cfg.equivariance else [max(1, encoder.cls_layer)]
-        val = crops(splits["val"], encoder.shape["image_size"], cfg.seed)
-        result["equivariance"] = compare(encoders, val, layers)
-    result |= {"broken": {name: sorted(broken) for name, broken in frozen.broken.items() if broken},
-               "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-               "ranks": ranks, "torch": torch.__version__, "torchvision": torchvision.__version__,
-               "minutes": (time.perf_counter() - begun) / 60}
+        result["equivariance"] = compare(encoders, crops(splits["val"], size, cfg.seed), layers)
+    result |= {"broken": {name: sorted(found) for name, found in frozen.broken.items() if found},
+               "ranks": ranks, "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
         write_json(cfg.result, result)
         if trains:
@@ -629,52 +646,44 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
 def line(title: str, cells: Iterable[str]) -> str:
     return f"  {title:28}" + "".join(f"{cell:>18}" for cell in cells)
 
-def report(result: dict[str, Any]) -> str:
+def report(found: dict[str, Any]) -> str:
     """The equivariance for the screen: a row per element and block, untrained -> trained."""
-    found = result["equivariance"]
     encoders = [name for name in ("untrained", "trained") if name in found["rows"][0]]
-    measures = ("retrieval", "score", "centred")
     lines = [f"{' -> '.join(encoders)}, {found['images']} images of val",
-             line("token maps", ("patch retrieval", "cosine (A.2)", "cosine, centred", "chance of r."))]
+             line("token maps", ("retrieval", "chance of it", "cosine (A.2)", "cosine, centred"))]
     for row in found["rows"]:
         cells = [" -> ".join(f"{row[name][measure]:.3f}" for name in encoders)
-                 for measure in measures]
-        cells.append(f"{row['untrained']['chance']:.5f}")
+                 for measure in ("retrieval", "score", "centred")]
+        cells.insert(1, f"{row[encoders[0]]['chance']:.5f}")
         lines.append(line(f"{row['element']}, after block {row['block']}", cells))
-    lines.append("  The cosine misleads alone: it is 1 where all tokens are equal, and no map is.")
+    lines.append("  The cosine alone proves nothing: it is also 1 where all tokens are equal.")
     if found["unreadable"]:
-        lines.append(f"  {found['unreadable']} images cannot be read and are left out")
+        lines.append(f"  {found['unreadable']} images cannot be read and are left out.")
     return "\n".join(lines)
 
 def table(result: dict[str, Any]) -> str:
     """Accuracy for the screen: a row per learning rate, a column per set, chance below, notes."""
     sets = list(result["chance"])
-
-    def row(title: str, found: dict[str, Any]) -> str:
-        cells = []
-        for name in sets:     # k-NN has no top-5, and nothing on held-out images
-            cells.append(" / ".join(f"{value:.2f}" for value in found.get(name, {}).values()))
-        return line(title, cells)
-
-    lines = [line("top-1 / top-5, %", sets)]
+    rows = {}
     notes = list(result["notes"])
     if "linear" in result:
         rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
         for rate in rates:
-            lines.append(row(f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}", rate))
+            rows[f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}"] = rate
         flattered = "val itself, which flatters it: --select-split 0.1 chooses on training images"
         notes.append(f"the best rate was chosen on {flattered if on == 'val' else on + ' images'}")
         tried = [rate["rate"] for rate in rates]
         if len(tried) > 1 and best["rate"] in (min(tried), max(tried)):
             notes.append("it lies at the end of the sweep: try rates beyond with --lr")
-    if "knn" in result:
-        lines.append(row("20-NN", result["knn"]))
-    if "knn_untrained" in result:
-        lines.append(row("20-NN, untrained", result["knn_untrained"]))
-    lines.append(row("chance", result["chance"]))
+    titles = {"knn": "20-NN", "knn_untrained": "20-NN, untrained", "chance": "chance"}
+    rows |= {title: result[key] for key, title in titles.items() if key in result}
+    lines = [result["protocol"], line("top-1 / top-5, %", sets)]
+    for title, row in rows.items():     # k-NN has no top-5, and nothing on held-out images
+        shares = [row.get(name, {}).values() for name in sets]
+        lines.append(line(title, (" / ".join(f"{x:.2f}" for x in share) for share in shares)))
     for name, broken in result["broken"].items():
         notes.append(f"{len(broken)} broken images in {name}, as {broken[0]}: they count as wrong")
-    return "\n".join([result["protocol"], *lines, *(f"  {note}" for note in notes)])
+    return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code."""
@@ -691,7 +700,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{result['checkpoint']}, step {result['step']}, {result['encoder']}")
         print(f"{result['data']}: {result['classes']} classes, {images}")
         if "equivariance" in result:
-            print(f"\n{report(result)}")
+            print(f"\n{report(result['equivariance'])}")
         if "linear" in result or "knn" in result:
             print(f"\n{table(result)}")
         print(f"  {result['minutes']:.1f} minutes, written to {cfg.result}")
