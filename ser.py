@@ -65,7 +65,7 @@ def require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 def setting(default: Any, least: float, most: float, text: str) -> Any:
-    """A field of Config with its range and its help."""
+    """A field of Config with its range (of a text, ignored) and its help."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
@@ -117,8 +117,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let R be a quarter turn and F the flip, so that an element is R^t F^f. A mirror image turns the
     other way round, F R = R^-1 F, hence
         R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
-    Scaling needs no term: rho resizes last, to g.grid, which overrides the size that g1 gave. So
-    x2 = rho_g(x1), exactly where nothing is scaled, else up to resampling.
+    Scaling needs no term: rho resizes last, to g.grid, which overrides the size that g1 gave
+    (turning a resized map is resizing the turned one). So x2 = rho_g(x1), exactly where nothing is
+    scaled, else up to resampling.
     """
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
@@ -131,7 +132,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         return x
     return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)
 
-def rho(g: "Geometry", x: torch.Tensor, cell: int = 1) -> torch.Tensor:
+def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
 
     cell=1 moves token maps, cell=patch_size moves pixels, by the same code. Flips and turns are
@@ -197,8 +198,7 @@ class Key(NamedTuple):
     """Asks the data set for an image's views."""
     epoch: int
     index: int       # of the image in the data set
-    partner: int     # index of the image at place 2i of the batch, for those at 2i and 2i + 1:
-    #                  not used by SER; STL gives both the same draws
+    partner: int     # index of the first image of its pair, places 2i and 2i + 1; only STL uses it
     in_b2: bool
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
@@ -343,8 +343,8 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
             rows = rows.to(x.device, non_blocking=True)
             x[rows] = OPERATIONS[name](x[rows], value)
 
-    # At each place, apply to an image the operation that its order has there, unless it is skipped:
-    # then its value is the default.
+    # Each image has an operation at each place of its order. One that was not drawn has the default
+    # value, and `changed` leaves the image alone.
     for place in range(4):
         for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
             changed = getattr(jitter, name) != getattr(Jitter(), name)
@@ -390,18 +390,18 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
     return Batch(views)
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
-# f1 is the blocks up to `cls_layer`: its tokens are a map of the image and nothing else. f2 is the
-# rest, in front of which [CLS] is inserted. (In the ablations L_equiv may sit deeper; then f1 is
-# what lies in front of its map, and [CLS] is left out of it.) b1 and b2 differ in size, yet pass
-# through together: b2 is 1% of the images, and a pass of its own would cost far more than 1% of the
-# time.
+# f1 is the blocks up to the layer of L_equiv, whose tokens are a map of the image; f2 is the rest.
+# By default [CLS] is inserted right between them; the ablations insert it elsewhere, and the map
+# leaves it out. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, and a
+# pass of its own would cost far more than 1% of the time.
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
     return torch.cat([tokens.flatten(0, 1) for tokens in parts])
 
 def unpack(x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) of each part, for any width C."""
+    """Undo `pack` (parts are read for their shapes alone): (sum of B_i * N_i, C) -> (B_i, N_i, C)
+    of each part, for any width C."""
     sizes = [tokens.shape[:2] for tokens in parts]
     pieces = x.split([B * N for B, N in sizes])
     return [piece.view(B, N, -1) for piece, (B, N) in zip(pieces, sizes)]
@@ -450,7 +450,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of one part of a batch."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if any (for `last_cls`)
+    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, the last ones too
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
@@ -543,7 +543,7 @@ class ViT(nn.Module):
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place;
 # its negatives are all tokens, of both views, of the *other* images of b2, over all ranks. Nothing
 # is detached: anchors, positives and negatives all carry gradient.
-# Paper: so the formula of 3.3; the comment in Algorithm 1 ("other images/tokens") is looser.
+# Paper: the formula of 3.3; the comment in Algorithm 1, "other images/tokens", is looser.
 
 class AllGather(torch.autograd.Function):
     """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
@@ -578,9 +578,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
     where s is the cosine divided by the temperature. z: (B, N, K), the projected tokens of
     rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar.
     With several ranks, anchors are local and keys come from all ranks; the mean over ranks is the
-    loss of the whole batch. chunk: the number of anchors whose logits are held at a time (None: as
-    many as fit into 32 MB); they are computed again in the backward pass, so that memory does not
-    grow with B * N, at equal value and gradient. Raises ValueError for unequal shapes, a
+    loss of the whole batch. chunk: the number of anchors whose logits are held at a time (None: 32
+    MB of logits); they are computed again in the backward pass, so that memory does not grow with
+    the square of B * N, at equal value and gradient. Raises ValueError for unequal shapes, a
     temperature or chunk that is not positive, or a single image.
     """
     B, N, K = z.shape
@@ -606,9 +606,12 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 
         def loss_of(anchors, positive, owner, keys):     # the sum over a block of the anchors
             logits = (anchors @ keys.T).unflatten(1, (n_images, 2 * N))
-            # own[a, m]: key image m is anchor a's own image i, so that         m = 0 1 2
-            # its 2N tokens are no negatives. Each row here stands      i = 0       T . .
-            # for the N anchors of an image.                            i = 1       . T .
+            # own[a, m]: key image m is anchor a's own image i; its 2N tokens are no negatives. On
+            # the second of two ranks with two images each (first = 2), every row standing for N
+            # anchors:
+            #               m = 0 1 2 3
+            #     i = 2         . . T .
+            #     i = 3         . . . T
             own = owner[:, None] == torch.arange(n_images, device=owner.device)
             negatives = logits.masked_fill(own[:, :, None], -torch.inf).flatten(1)
             return (torch.logaddexp(positive, negatives.logsumexp(1)) - positive).sum()
@@ -658,7 +661,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)
+            k = AllGather.apply(k)     # MoCo-v3's keys carry no gradient, so none flows back
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         top1 = (logits.argmax(1) == labels).float().mean()
@@ -686,8 +689,8 @@ class MoCoV3(nn.Module):
         self.diagnostics: dict[str, Tensor | float] = {}
 
     def update(self, progress: float) -> None:
-        """Move the momentum branch, as MoCo-v3 before the keys are made; its momentum rises to 1 on
-        half a cosine."""
+        """Move the momentum branch, before the keys are made, as MoCo-v3 does. Its momentum rises
+        to 1 on half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         move_towards(self.momentum_encoder, self.encoder, m)
         move_towards(self.momentum_projector, self.projector, m)
@@ -717,7 +720,10 @@ class MoCoV3(nn.Module):
 
 def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
     """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
-    encoded = encoder([x for view in views for x in view.images], layers)
+    images = []
+    for view in views:
+        images += view.images
+    encoded = encoder(images, layers)
     parts = len(views[0].images)
     return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
 
@@ -749,8 +755,8 @@ class SER(nn.Module):
         encoded = encode_views(self.base.encoder, views, self.layers)
 
         # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
-        # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 84 times one of
-        # b1 at 3 of 256.
+        # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 253 / 3 = 84
+        # times one of b1, with 3 images of b2 among the 256 of a rank.
         cls = [torch.cat([part.cls for part in view]) for view in encoded]
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
@@ -948,8 +954,8 @@ def read_image(path: str) -> Tensor:
 
 def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """n images of six textures, (n, 3, size, size) uint8, and their labels (n,), the same for the
-    same arguments. They are gray, so that colour is no shortcut, and lit from above, so that a turn
-    shows; place, direction, scale and contrast vary within a class."""
+    same arguments. They are gray but for noise, so that colour is no shortcut, and lit from above,
+    so that a turn shows; place, direction, scale and contrast vary within a class."""
     g = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=g)
     axis = torch.linspace(-1, 1, size)
@@ -1073,8 +1079,8 @@ def resume(path: Path, identity: dict[str, Any], model: SER,
     return state["step"]
 
 def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
-    """A picture with a row for up to six images of b2: x, x1, rho_g(x1), and x2, which must have
-    the shape of the third. x: the images before the geometry, (B2, 3, S, S) uint8."""
+    """A picture of up to six images of b2, a row each: x, x1, rho_g(x1) and x2; the last two must
+    agree up to colours. x: the images before the geometry, (B2, 3, S, S) uint8."""
     x1, x2 = (view.images[-1].float().cpu() * STD + MEAN for view in batch.views[:2])
     g = relative(batch.views[1].geometry, batch.views[0].geometry)
     columns = {"x": x.cpu() / 255, "x1": x1, "rho(g2 g1^-1) x1": rho(g, x1, cell), "x2": x2}
@@ -1132,7 +1138,7 @@ class Log:
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
                    "waiting": self.waited / seconds,
-                   "broken": len(self.broken) * self.ranks,     # a sum: the mean follows
+                   "broken": len(self.broken),
                    "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
         values = torch.tensor([torch.as_tensor(value).item() for value in losses.values()])
         if self.ranks > 1:
@@ -1154,8 +1160,14 @@ def gradient_norm(module: nn.Module) -> Tensor:
     return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
 
 def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
-    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. Once
-    `stop` holds the number of a signal, it saves and exits with 128 + that. Raises UserError."""
+    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. stop: a
+    list that a signal handler fills (see `main`); once a signal came, the run saves and exits with
+    128 + its number. Raises UserError.
+
+    Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl
+    every --log-every steps and whenever it saves; views.png once. No generator is saved, as every
+    draw has a seed of its own.
+    """
     device, rank, ranks = setup()
     check(cfg, ranks)
     source = list_images(cfg.data) if cfg.data else draw_images(4096, cfg.image_size, seed=0)[0]
@@ -1218,8 +1230,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             # Log, save and stop, where due. Ranks agree by their CPUs, without waiting for GPUs.
             counts = torch.tensor([len(stop), len(log.broken)])
             if ranks > 1:
-                dist.all_reduce(counts)
-            stopping, broken = counts.tolist()     # signals that came, broken files, of all ranks
+                dist.all_reduce(counts, dist.ReduceOp.MAX)
+            stopping, broken = counts.tolist()     # signals that came, and broken files
             require(broken <= max(3, len(source) / 1000),
                     f"{broken} images cannot be read, more than 1 in 1000: repair or remove them")
             if logs or stopping:

@@ -64,6 +64,8 @@ from ser import patch_ntxent, relative, rho, sample_geometry
 # pytest undoes the filter of ser.py for torchvision's announcement of TorchCodec.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 
+torch.set_num_threads(1)     # sums depend on the number of threads, and runs are compared bit for bit
+
 HERE = Path(ser.__file__).resolve().parent
 TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, equiv_layers=(1,),
            ratio=0.5, moco_hidden=16, batch_size=8, epochs=14.0, warmup_epochs=2.0, crop_min=0.3,
