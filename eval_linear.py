@@ -111,7 +111,7 @@ def check_out(cfg: Settings, digest: str) -> None:
 # ==== 2. Images: class folders, crops, and the order of training ==================================
 class Split(NamedTuple):
     """Labelled images."""
-    source: Sequence[str] | Tensor   # n paths, or the images (n, 3, h, w) uint8 themselves
+    source: Sequence[Any] | Tensor   # n paths, or the images (n, 3, h, w) uint8 themselves
     labels: Tensor                   # (n,) int64, place of the class in the sorted training classes
     among: list[int]                 # the classes it is scored among
     ready: bool = False              # already cropped: only resized to (S, S), if need be
@@ -150,9 +150,8 @@ def hold_out(split: Split, cfg: Settings) -> dict[str, Split]:
     held = order < round(cfg.select_split * len(order))
     parts = {}
     for name, chosen in (("train", ~held), ("held-out", held)):
-        rows = chosen.nonzero().flatten()
-        source = split.source
-        source = source[rows] if isinstance(source, Tensor) else [source[row] for row in rows]
+        rows = chosen.nonzero().flatten().tolist()
+        source = [split.source[row] for row in rows]
         parts[name] = split._replace(source=source, labels=split.labels[rows])
     classes = parts["train"].labels.unique()
     require(held.any() and len(classes) == len(split.among), f"--select-split {cfg.select_split} "
@@ -282,7 +281,8 @@ class Frozen:
                     dist.all_reduce(labels)
                 # Choice: an unreadable image has label -1. Heads and k-NN learn nothing from it,
                 # and in val it counts as wrong: all encoders are measured on as many images.
-                broken |= {source[batch[row][1]] for row in (labels < 0).nonzero().flatten()}
+                unread = (labels < 0).nonzero().flatten().tolist()
+                broken.update(source[batch[row][1]] for row in unread)
                 n = len(source)
                 require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of "
                         f"{name} cannot be read, as {min(broken, default='')}: repair or remove it")
@@ -303,6 +303,13 @@ class Frozen:
             features, labels = zip(*tqdm(self.read(name, keys), name, len(keys), disable=quiet))
             self.tables[images] = (torch.cat(features), torch.cat(labels))
         return self.tables[images]
+
+    def look_up(self, name: str, keys: Iterable[list]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `read` yields, but of centre crops, from the table, whatever the epoch of a key."""
+        features, labels = self.table(name)
+        for batch in keys:
+            rows = [index for _, index in batch]
+            yield features[rows], labels[rows]
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1) ===================================
 # SGD without weight decay adds up gradients, so that a learning rate and a factor of the loss are
@@ -391,11 +398,10 @@ def load_head(path: str | Path, digest: str) -> SavedHead:
     trained on another encoder than that of `digest`."""
     try:
         head = SavedHead(**torch.load(path, map_location="cpu", weights_only=True))
+        require(head.digest == digest, f"it is of the encoder {head.digest}, not {digest}")
     except Exception as error:     # pickle, zip, torch and the system raise their own
-        raise UserError(f"{path} is missing, damaged or no head ({error}): run eval_linear.py with "
-                        "the same --checkpoint, without --knn and --mlp") from None
-    require(head.digest == digest, f"{path} is of the encoder {head.digest}, not {digest}: run "
-            "eval_linear.py with the same --checkpoint")
+        raise UserError(f"{path} is missing, damaged or no head of this encoder ({error}): run "
+                        "eval_linear.py with the same --checkpoint, no --knn, no --mlp") from None
     return head
 
 def linear(frozen: Frozen, classes: list[str], digest: str,
@@ -412,7 +418,7 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
     heads = make(lrs, len(classes), frozen.width, cfg.seed).to(frozen.device)
     optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
 
-    # All that shapes the heads; folders may move in the meantime.
+    # Continue where an interrupted training with the same settings stopped; folders may move.
     free = ("data", "checkpoint", "test", "knn", "equivariance", "workers", "out")
     identity = {name: value for name, value in vars(cfg).items() if name not in free}
     identity |= {"heads": heads.name, "encoder": digest, "classes": classes, "images": n}
@@ -426,12 +432,8 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
 
-    keys = training_keys(n, batch, start // per_epoch, cfg)
-    batches = frozen.read("train", keys)
-    if cfg.cache:     # the same images in the same order, but always their centre crops
-        features, labels = frozen.table("train")
-        rows = ([index for _, index in batch] for batch in keys)
-        batches = ((features[part], labels[part]) for part in rows)
+    read = frozen.look_up if cfg.cache else frozen.read
+    batches = read("train", training_keys(n, batch, start // per_epoch, cfg))
     with contextlib.closing(batches):     # after an error, too, its loader processes end at once
         for done in fit(heads, optimizer, batches, start, cfg.epochs * per_epoch):
             if done % per_epoch == 0 and rank == 0 and not cfg.cache:
@@ -505,18 +507,14 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     chance     of retrieval: 1 / (32 H W)
     centred    mean cos(rho_h f(x), f(rho_h x)) after subtracting each side's mean token; chance: 0
 
-    g may be the identity, as in the paper, and h is not: it turns by 90, 180, 270 degrees in turn,
-    or flips. For "scale" both are g2: rho reads the grid of its result, and g1 plays no role.
+    g may be the identity, as in the paper; h turns by 90, 180 and 270 degrees in turn, or flips.
+    The exception is "scale": g and h resize to the grid of g2, whatever g1 is.
     """
     measures = ("score", "retrieval", "chance", "centred")
     sums = {layer: dict.fromkeys(measures, 0.0) for layer in layers}
     for part, x in enumerate(images.split(32)):
-        drawn = []
-        for view in (1, 2):
-            generator = rng(element, part, view)
-            drawn.append(ser.sample_geometry(len(x), encoder.grid, elements=(element,),
-                                             generator=generator))
-        g1, g2 = drawn
+        g1, g2 = [ser.sample_geometry(len(x), encoder.grid, elements=(element,),
+                                      generator=rng(element, part, view)) for view in (1, 2)]
         g = ser.relative(g2, g1)
         h = g
         if element == "hflip":
@@ -551,19 +549,17 @@ def compare(encoders: dict[str, ViT], crops: Crops, layers: Sequence[int]) -> di
     """The equivariance of the encoders, by name, on the same 512 images, spread over `crops`; those
     that cannot be read are left out and counted. Raises UserError where none is left."""
     n = len(crops.split.labels)
-    places = torch.linspace(0, n - 1, min(512, n)).long().tolist()
-    read = [crops[None, place] for place in places]
+    read = [crops[None, place] for place in torch.linspace(0, n - 1, min(512, n)).long().tolist()]
     pixels = [image for image, label in read if label >= 0]
     require(len(pixels) > 0, f"none of {len(read)} images of val can be read: repair them")
-    device = next(iter(encoders.values())).cls_token.device
-    images = ser.normalise(torch.stack(pixels).to(device) / 255)
+    images = ser.normalise(torch.stack(pixels).to(encoders["untrained"].cls_token.device) / 255)
     rows = []
     for element in ("rot90", "hflip", "scale"):
         found = {name: equivariances(encoder, images, layers, element)
                  for name, encoder in encoders.items()}
         for layer in layers:
-            row: dict[str, Any] = {"element": element, "block": layer}
-            rows.append(row | {name: found[name][layer] for name in encoders})
+            measured = {name: found[name][layer] for name in encoders}
+            rows.append({"element": element, "block": layer, **measured})
     return {"images": len(pixels), "unreadable": len(read) - len(pixels), "rows": rows}
 
 # ==== 7. Evaluation: a checkpoint in, a result out ================================================
@@ -602,7 +598,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     trains = cfg.cache or cfg.mlp or not (cfg.knn or cfg.equivariance)
     votes = cfg.cache or cfg.knn or not cfg.data
     heads = MLPHeads if cfg.mlp else heads
-    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
+    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # after which it exists
     protocol = f"{heads.name} heads on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
     if blocks < 4:     # the release reads a patch token in place of a [CLS] that is not there
         protocol += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
@@ -643,47 +639,52 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     return result
 
 # ==== 8. Command line: the result as a person reads it ============================================
-def line(title: str, cells: Iterable[str]) -> str:
-    return f"  {title:28}" + "".join(f"{cell:>18}" for cell in cells)
+def aligned(rows: dict[str, Sequence[str]]) -> list[str]:
+    """A line for each row, given as its title and its cells."""
+    lines = []
+    for title, cells in rows.items():
+        lines.append(f"  {title:28}" + "".join(f"{cell:>18}" for cell in cells))
+    return lines
 
 def report(found: dict[str, Any]) -> str:
     """The equivariance for the screen: a row per element and block, untrained -> trained."""
     encoders = [name for name in ("untrained", "trained") if name in found["rows"][0]]
-    lines = [f"{' -> '.join(encoders)}, {found['images']} images of val",
-             line("token maps", ("retrieval", "chance of it", "cosine (A.2)", "cosine, centred"))]
+    rows = {"token maps": ["retrieval", "cosine (A.2)", "cosine, centred", "chance: retrieval"]}
     for row in found["rows"]:
-        cells = [" -> ".join(f"{row[name][measure]:.3f}" for name in encoders)
-                 for measure in ("retrieval", "score", "centred")]
-        cells.insert(1, f"{row[encoders[0]]['chance']:.5f}")
-        lines.append(line(f"{row['element']}, after block {row['block']}", cells))
-    lines.append("  The cosine alone proves nothing: it is also 1 where all tokens are equal.")
+        cells = []
+        for measure in ("retrieval", "score", "centred"):
+            cells.append(" -> ".join(f"{row[name][measure]:.3f}" for name in encoders))
+        cells.append(f"{row[encoders[0]]['chance']:.5f}")
+        rows[f"{row['element']}, after block {row['block']}"] = cells
+    lines = [f"{' -> '.join(encoders)}, {found['images']} images of val", *aligned(rows),
+             "  The cosine alone proves nothing: it is also 1 where all tokens are equal."]
     if found["unreadable"]:
         lines.append(f"  {found['unreadable']} images cannot be read and are left out.")
     return "\n".join(lines)
 
 def table(result: dict[str, Any]) -> str:
     """Accuracy for the screen: a row per learning rate, a column per set, chance below, notes."""
-    sets = list(result["chance"])
-    rows = {}
+    found = {}
     notes = list(result["notes"])
     if "linear" in result:
         rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
         for rate in rates:
-            rows[f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}"] = rate
+            found[f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}"] = rate
         flattered = "val itself, which flatters it: --select-split 0.1 chooses on training images"
         notes.append(f"the best rate was chosen on {flattered if on == 'val' else on + ' images'}")
         tried = [rate["rate"] for rate in rates]
         if len(tried) > 1 and best["rate"] in (min(tried), max(tried)):
             notes.append("it lies at the end of the sweep: try rates beyond with --lr")
     titles = {"knn": "20-NN", "knn_untrained": "20-NN, untrained", "chance": "chance"}
-    rows |= {title: result[key] for key, title in titles.items() if key in result}
-    lines = [result["protocol"], line("top-1 / top-5, %", sets)]
-    for title, row in rows.items():     # k-NN has no top-5, and nothing on held-out images
+    found |= {title: result[key] for key, title in titles.items() if key in result}
+    sets = list(result["chance"])
+    rows = {"top-1 / top-5, %": sets}
+    for title, row in found.items():     # k-NN has no top-5, and nothing on held-out images
         shares = [row.get(name, {}).values() for name in sets]
-        lines.append(line(title, (" / ".join(f"{x:.2f}" for x in share) for share in shares)))
+        rows[title] = [" / ".join(map("{:.2f}".format, share)) for share in shares]
     for name, broken in result["broken"].items():
         notes.append(f"{len(broken)} broken images in {name}, as {broken[0]}: they count as wrong")
-    return "\n".join([*lines, *(f"  {note}" for note in notes)])
+    return "\n".join([result["protocol"], *aligned(rows), *(f"  {note}" for note in notes)])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code."""
@@ -697,8 +698,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks_and_rank()[1] > 0:
             return
         images = ", ".join(f"{n} {name}" for name, n in result["images"].items())
-        print(f"\n{result['checkpoint']}, step {result['step']}, {result['encoder']}")
-        print(f"{result['data']}: {result['classes']} classes, {images}")
+        print(f"\n{result['checkpoint']}, step {result['step']}, {result['encoder']}\n"
+              f"{result['data']}: {result['classes']} classes, {images}")
         if "equivariance" in result:
             print(f"\n{report(result['equivariance'])}")
         if "linear" in result or "knn" in result:
