@@ -1,4 +1,4 @@
-"""Every claim of ser.py as an executable sentence, each naming its source.
+"""Every claim of ser.py and eval_linear.py as an executable sentence, each naming its source.
 
 Fast code is compared with slow oracles, which are loops written from the formula, with closed
 forms, with torchvision and Pillow, and with real gloo ranks; a whole run of ser.train, from image
@@ -18,7 +18,7 @@ files to weights, is compared with a plain re-implementation. The order is that 
     8  Data             trees of images, odd and broken files, drawn images, the order of a run
     9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init
     10 Command line     mistakes in one line, flags, crashes in one line
-    11 eval_linear.py   the evaluation
+    11 eval_linear.py   data layouts, crops, the protocol, sweeps, k-NN, equivariance, resume, results
     12 README.md        its commands and its code
 
     pip install -r requirements.txt && python -m pytest -q test_ser.py
@@ -36,6 +36,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import shutil
@@ -56,8 +57,12 @@ from PIL import Image, ImageOps
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
 
+import eval_linear
 import ser
+from eval_linear import Crops, Frozen, Heads, MLPHeads, Settings, Split
+from eval_linear import accuracy, collect, evaluate, fit, knn
 from ser import Batch, Config, Crop, Geometry, Jitter, Key, Policy, UserError, View
 from ser import patch_ntxent, relative, rho, sample_geometry
 
@@ -2492,7 +2497,1005 @@ def test_the_help_names_every_flag_with_its_default(capsys):
         assert "--" + field.name.replace("_", "-") in text
     assert "[rot90 hflip scale]" in text and "[0.08]" in text
 
-# ==== 11. eval_linear.py ==========================================================================
+# ==== 11. eval_linear.py (paper 4.1, A.2) =========================================================
+# Checkpoints, folders of images, and a slow evaluation written from the protocol.
+TINY_VIT = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1)
+
+def eval_checkpoint(folder, **changes):
+    """The checkpoint of a tiny encoder, as ser.py writes it; random_init gives other weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cfg = Config(**TINY_VIT | dict(moco_hidden=8, equiv_layers=(1,)) | changes)
+    model = ser.build(cfg)
+    for p in model.base.encoder.parameters():
+        p.data.mul_(1.5)
+    ser.save_whole(folder / "last.pt", dict(
+        step=7, program="ser.py", config=vars(cfg), images="24, 0",
+        shape=model.base.encoder.shape, model=model.state_dict(), optimizer={}))
+    return folder / "last.pt"
+
+def eval_tree(root, train=11, val=5, classes=3, prefix="class"):
+    """root/train/CLASS/*.png and root/val/CLASS/*.png of drawn textures, 24 x 30 pixels."""
+    for part, n in (("train", train), ("val", val)):
+        images, _ = ser.draw_images(6 * n, 30, seed=len(part))
+        for i in range(n * classes):
+            path = root / part / f"{prefix}{i % classes}" / f"{i:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = images[6 * (i // classes) + i % classes % 6, :, :24]
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    return root
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return eval_tree(tmp_path_factory.mktemp("eval"))
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return eval_checkpoint(tmp_path / "run")
+
+def eval_settings(tree, checkpoint, **changes):
+    """Settings of a linear evaluation of two epochs."""
+    small = dict(test=(), batch_size=8, epochs=2, workers=0, lr=(1.0, 30.0))
+    return Settings(**dict(data=str(tree), checkpoint=str(checkpoint)) | small | changes)
+
+def eval_frozen(n=20, **settings):
+    """A frozen random encoder, and a train and a val split of drawn images."""
+    torch.manual_seed(0)
+    encoder = ser.ViT(**TINY_VIT).eval()
+    splits = {}
+    for seed, name in enumerate(("train", "val")):
+        splits[name] = Split(*ser.draw_images(n, 20, seed), list(range(6)))
+    return Frozen(encoder, 2, Settings(**dict(workers=0, batch_size=8) | settings), splits)
+
+def eval_command(argv, capsys):
+    """The one line on stderr of a command that must end with code 2."""
+    assert eval_linear.main([str(word) for word in argv]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in lines if line and "it/s" not in line]     # less progress bars
+    assert len(lines) == 1 and lines[0].startswith("eval_linear.py: "), lines
+    return lines[0]
+
+def plain_image(path):
+    return TF.pil_to_tensor(Image.open(path).convert("RGB"))
+
+def plain_resize(image, h, w, mode="bilinear"):
+    """On uint8; torchvision's functional goes through floats, and is a gray level off."""
+    return F.interpolate(image[None], (h, w), mode=mode, antialias=True)[0]
+
+def plain_centre(image, size):
+    """torchvision's CenterCrop after its Resize, whose longer side is rounded down."""
+    short = round(size * 256 / 224)
+    h, w = image.shape[1:]
+    sides = (short, int(short * w / h)) if h < w else (int(short * h / w), short)
+    return TF.center_crop(plain_resize(image, *sides, "bicubic"), size)
+
+def plain_crop(image, size, *key):
+    """torchvision's RandomResizedCrop and flip, drawn by the key."""
+    ser.seed_draws(*key)
+    box = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+    flip = random.random() < 0.5
+    image = plain_resize(TF.crop(image, *box), size, size)
+    return TF.hflip(image) if flip else image
+
+@torch.no_grad()
+def plain_features(encoder, images):
+    """The final LayerNorm of the [CLS] after each block that has one, block by block, in order."""
+    x = torch.stack(images).float() / 255
+    x = TF.normalize(x, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    t = (encoder.patch_embed["proj"](x) + encoder.pos_embed).flatten(2).mT
+    norm = encoder.norm
+    found = []
+    for layer, block in enumerate(encoder.blocks):
+        if layer == encoder.cls_layer:
+            t = torch.cat([encoder.cls_token.expand(len(t), -1, -1), t], dim=1)
+        t = block([t])[0]
+        if layer >= encoder.cls_layer:
+            found.append(F.layer_norm(t[:, 0], (encoder.dim,), norm.weight, norm.bias, 1e-6))
+    return torch.cat(found[-4:], dim=1)
+
+def plain_training(encoder, images, labels, rate, epochs, batch, seed=0):
+    """One linear layer by torch's own tools, an image at a time: (weight, bias)."""
+    width = encoder.dim * min(4, encoder.depth - encoder.cls_layer)
+    head = torch.nn.Linear(width, 3)
+    head.weight.data = 0.01 * torch.randn(3, width, generator=ser.rng(seed, "heads"))
+    head.bias.data.zero_()
+    optimizer = torch.optim.SGD(head.parameters(), rate * batch / 256, momentum=0.9)
+    per_epoch = len(images) // batch
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
+    for epoch in range(epochs):
+        order = torch.randperm(len(images), generator=ser.rng(seed, "eval", epoch)).tolist()
+        for step in range(per_epoch):
+            rows = order[step * batch:(step + 1) * batch]
+            crops = [plain_crop(images[i], 16, seed, "eval", epoch, i) for i in rows]
+            optimizer.zero_grad()
+            F.cross_entropy(head(plain_features(encoder, crops)), labels[rows]).backward()
+            optimizer.step()
+            schedule.step()
+    return head.weight.detach(), head.bias.detach()
+
+def plain_top1(logits, labels):
+    return 100 * (logits.argmax(1) == labels).double().mean().item()
+
+def plain_knn(train, labels, test, truth, k):
+    """The share of right votes, by a loop over test images and their neighbours."""
+    right = 0
+    for x, y in zip(test, truth.tolist()):
+        cosines = [F.cosine_similarity(x, t, dim=0).item() for t in train]
+        near = sorted(zip(cosines, labels.tolist()))[-k:]
+        votes = {}
+        for s, c in near:
+            votes[c] = votes.get(c, 0) + math.exp(s / 0.07)
+        right += max(votes, key=votes.get) == y
+    return right / len(truth)
+
+def plain_split(folder):
+    """The images of class folders in order, and the places of their classes."""
+    paths = sorted(folder.glob("*/*.png"))
+    classes = sorted({path.parent.name for path in paths})
+    labels = torch.tensor([classes.index(path.parent.name) for path in paths])
+    return [plain_image(path) for path in paths], labels
+
+@pytest.mark.parametrize("cls_layer, blocks", [(1, 2), (2, 1)])
+def test_an_evaluation_is_the_protocol_written_plainly(tree, tmp_path, cls_layer, blocks):
+    """4.1, from files to heads: crops, order, features, rates, momentum, schedule, choice, k-NN."""
+    checkpoint = eval_checkpoint(tmp_path, cls_layer=cls_layer)
+    cfg = eval_settings(tree, checkpoint, epochs=3)
+    result = evaluate(cfg)
+    encoder = ser.load_encoder(checkpoint)
+    images, labels = plain_split(tree / "train")
+    val, truth = plain_split(tree / "val")
+    features = plain_features(encoder, [plain_centre(image, 16) for image in val])
+    trained = [plain_training(encoder, images, labels, rate, 3, 8) for rate in cfg.lr]
+    found = [plain_top1(features @ weight.T + bias, truth) for weight, bias in trained]
+    rates = result["linear"]["rates"]
+    assert [row["val"]["top1"] for row in rates] == pytest.approx(found)
+    assert [row["lr"] for row in rates] == [rate * 8 / 256 for rate in cfg.lr]
+    head = eval_linear.load_head(tmp_path / "eval-head.pt", result["sha256"])
+    weight, bias = trained[found.index(max(found))]
+    close(head.weight, weight, 2e-4)
+    close(head.bias, bias, 2e-4)
+    assert (head.classes, head.blocks) == (["class0", "class1", "class2"], blocks)
+    # The vote, on centre crops of the training images, by the last [CLS] alone.
+    bank = plain_features(encoder, [plain_centre(image, 16) for image in images])
+    voted = evaluate(dataclasses.replace(cfg, knn=True))["knn"]
+    share = plain_knn(bank[:, -16:], labels, features[:, -16:], truth, 20)
+    assert voted == {"k": 20, "val": {"top1": pytest.approx(100 * share)}}
+
+def test_each_part_of_the_plain_protocol_moves_its_result(tree, checkpoint):
+    """The oracle above can fail: another rate, seed, batch or number of epochs is far away."""
+    encoder = ser.load_encoder(checkpoint)
+    images, labels = plain_split(tree / "train")
+    weight, _ = plain_training(encoder, images, labels, 3.0, 2, 8)
+    for change in (dict(rate=3.3), dict(seed=1), dict(batch=7), dict(epochs=3)):
+        how = dict(rate=3.0, epochs=2, batch=8) | change
+        other, _ = plain_training(encoder, images, labels, **how)
+        assert (weight - other).abs().max() > 0.01, change
+
+def test_features_are_the_normalised_cls_of_the_last_blocks():
+    """Protocol: final LayerNorm on the outputs of the last blocks, their [CLS], in order."""
+    frozen = eval_frozen()
+    images = [plain_centre(image, 16) for image in frozen.splits["val"].source[:5]]
+    features, labels = next(frozen.read("val", [[(None, i) for i in range(5)]]))
+    close(features, plain_features(frozen.encoder, images))
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+    x = ser.normalise(torch.stack(images) / 255)
+    close(features[:, 16:], frozen.encoder([x])[0].cls)
+
+# ---- Images --------------------------------------------------------------------------------------
+def torchvision_centre(image, size):
+    """Resize and CenterCrop on a tensor, or on an image of Pillow's, as the release has it."""
+    short = round(size * 256 / 224)
+    image = TF.resize(image, short, InterpolationMode.BICUBIC, antialias=True)
+    return TF.center_crop(image, size)
+
+def test_centre_crops_are_where_torchvision_puts_them_for_every_size():
+    """Protocol: Resize(256), CenterCrop(224); 368 x 500 is cut at 62, not at 61. On noise, a pixel
+    aside is 80 gray levels away; on equal places floats and integers differ by single ones."""
+    noise = torch.randint(256, (3, 120, 120), dtype=torch.uint8, generator=seeded())
+    sizes = [(h, w) for h in range(16, 60, 3) for w in range(16, 120, 7)]
+    images = [noise[:, :h, :w] for h, w in sizes]
+    crops = [(eval_linear.centre_crop(x, 16), torchvision_centre(x, 16)) for x in images]
+    large = noise.repeat(1, 4, 5)[:, :368, :500]
+    crops.append((eval_linear.centre_crop(large, 224), torchvision_centre(large, 224)))
+    for (h, w), (ours, theirs) in zip([*sizes, (368, 500)], crops):
+        assert (ours.float() - theirs.float()).abs().mean() < 1, (h, w)
+
+@pytest.mark.parametrize("h, w", [(24, 40), (40, 24), (16, 16), (31, 47)])
+def test_centre_crops_are_pillows_bicubic_to_one_gray_level(h, w):
+    """torchvision on tensors against Pillow, which the release uses."""
+    image = torch.randint(256, (3, h, w), dtype=torch.uint8, generator=seeded())
+    pillow = torchvision_centre(Image.fromarray(image.permute(1, 2, 0).numpy()), 16)
+    difference = eval_linear.centre_crop(image, 16).int() - TF.pil_to_tensor(pillow).int()
+    assert difference.abs().max() <= 1
+
+def test_images_that_are_ready_are_resized_and_not_cropped():
+    """ImageNet-C and -P are cropped already: a second crop changes every number."""
+    images, labels = ser.draw_images(2, 20, 0)
+    split = Split(images, labels, list(range(6)), ready=True)
+    assert torch.equal(Crops(split, 20, 0)[None, 1][0], images[1])
+    assert torch.equal(Crops(split, 16, 0)[None, 1][0], plain_resize(images[1], 16, 16))
+
+def test_training_crops_depend_on_seed_epoch_and_index_alone():
+    """Every draw comes from its key: workers, ranks and a resumed run see the same crops."""
+    split = Split(*ser.draw_images(4, 40, 0), list(range(6)))
+    crops = Crops(split, 16, seed=3)
+    first = crops[2, 1][0]
+    torch.rand(9)
+    assert torch.equal(Crops(split, 16, seed=3)[2, 1][0], first)
+    assert not torch.equal(crops[3, 1][0], first)
+    assert not torch.equal(Crops(split, 16, seed=4)[2, 1][0], first)
+
+def test_training_crops_have_any_area_from_a_twelfth_up_and_half_are_flipped():
+    """Protocol: RandomResizedCrop (.08, 1) and a flip, on an image whose pixels are places."""
+    columns = torch.arange(200, dtype=torch.uint8).expand(200, 200)
+    image = torch.stack([columns, columns.T, columns])
+    crops = Crops(Split(image[None], torch.tensor([0]), [0]), 100, seed=0)
+    drawn = torch.stack([crops[epoch, 0][0] for epoch in range(300)]).float()
+    across = drawn[:, 0, 0, -1] - drawn[:, 0, 0, 0]
+    down = drawn[:, 1, -1, 0] - drawn[:, 1, 0, 0]
+    area = across.abs() * down / 200 ** 2
+    assert 0.06 < area.min() < 0.12
+    assert 0.9 < area.max() <= 1
+    assert 0.43 < area.mean() < 0.53
+    assert 0.4 < (across < 0).float().mean() < 0.6
+
+def test_an_epoch_permutes_the_images_anew_and_leaves_the_last_part_out():
+    """Protocol: shuffled by (seed, epoch); 11 images in batches of 4 are two batches."""
+    cfg = Settings(epochs=3, seed=5)
+    batches = list(eval_linear.training_keys(11, 4, 1, cfg))
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4]
+    orders = {1: [], 2: []}
+    for epoch, index in sum(batches, []):
+        orders[epoch].append(index)
+    assert orders[1] != orders[2]
+    assert len(set(orders[1])) == len(set(orders[2])) == 8
+
+def test_test_sets_are_matched_by_class_name_and_scored_among_their_own_and_all(tree, tmp_path):
+    """ImageNet-R has 200 of the 1000 classes; a label is that of the training class of its name."""
+    (tmp_path / "few").mkdir()
+    for name in ("class2", "class0"):
+        os.symlink(tree / "val" / name, tmp_path / "few" / name)
+    argv = ["--data", str(tree), "--test", f"few={tmp_path}/few", f"all={tree}/val"]
+    cfg = ser.parse(argv, Settings, repeatable=("--test",))
+    again = [*argv[:4], "--test", argv[4]]
+    assert cfg == ser.parse(again, Settings, repeatable=("--test",))
+    classes, splits = collect(cfg, 16)
+    assert classes == ["class0", "class1", "class2"]
+    assert list(splits) == ["train", "val", "few", "few, of 3", "all"]
+    for name, among in (("few", [0, 2]), ("few, of 3", [0, 1, 2])):
+        assert splits[name].labels.tolist() == [0] * 5 + [2] * 5
+        assert splits[name].among == among
+    assert "'few, of 3' is what the paper" in splits["few, of 3"].note
+    assert splits["all"].among == [0, 1, 2] and splits["all"].note == ""
+
+def test_a_set_that_is_scored_twice_is_read_once(tree, checkpoint, tmp_path, monkeypatch):
+    """Two rows of ImageNet-R, one table of features; its broken file is named once."""
+    few = tmp_path / "few" / "class1"
+    few.mkdir(parents=True)
+    for path in (tree / "val" / "class1").iterdir():
+        os.symlink(path, few / path.name)
+    (few / "broken.png").write_bytes(b"")
+    read = []
+    decode = ser.read_image
+
+    def counting(path):
+        read.append(path)
+        return decode(path)
+    monkeypatch.setattr(ser, "read_image", counting)
+    cfg = eval_settings(tree, checkpoint, test=(f"few={few.parent}",), knn=True)
+    result = evaluate(cfg)
+    assert len(read) == 33 + 15 + 6
+    assert result["knn"]["few"]["top1"] == pytest.approx(100 * 5 / 6)     # one class to vote for
+    assert result["knn"]["few, of 3"]["top1"] < 100 * 5 / 6
+    assert list(result["broken"]) == ["few"]
+
+def test_numbered_folders_are_places_in_the_sorted_classes(tmp_path):
+    """ImageNet-V2 as downloaded: 0..11, of which "10" sorts before "2"; 11 of 12 are an error."""
+    data = eval_tree(tmp_path / "data", train=1, val=1, classes=12, prefix="name")
+    names = sorted(f"name{i}" for i in range(12))
+    for number in torch.randperm(12, generator=seeded()).tolist():
+        folder = tmp_path / "v2" / str(number)
+        folder.mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(folder / f"{names[number]}.png")
+    cfg = Settings(data=str(data), test=(f"v2={tmp_path}/v2",))
+    _, splits = collect(cfg, 16)
+    found = [Path(path).stem for path in splits["v2"].source]
+    assert found == [names[label] for label in splits["v2"].labels.tolist()]
+    assert len(found) == 12 and "as in ImageNet-V2" in splits["v2"].note
+    (tmp_path / "v2" / "11").rename(tmp_path / "v2" / "12")
+    with pytest.raises(UserError, match="12 folders match no training class: 0 1 10 12 2"):
+        collect(cfg, 16)
+
+def test_training_classes_that_are_numbers_are_matched_by_name(tmp_path):
+    """A data set whose classes are called 0..11 sorts them as text, and so its test sets."""
+    data = eval_tree(tmp_path / "data", train=1, val=1, classes=12, prefix="")
+    classes, splits = collect(Settings(data=str(data), test=(f"again={data}/val",)), 16)
+    assert classes[:3] == ["0", "1", "10"]
+    names = [Path(path).parent.name for path in splits["again"].source]
+    assert names == [classes[label] for label in splits["again"].labels.tolist()]
+
+def test_select_split_holds_out_training_images_and_chooses_on_them(
+        tree, checkpoint, monkeypatch):
+    """The release chooses the rate on a part of train; none is on both sides; k-NN has all."""
+    cfg = eval_settings(tree, checkpoint, select_split=0.3, cache=True, lr=(1e-9, 3.0))
+    _, splits = collect(cfg, 16)
+    assert len(splits["train"].labels) == 23 and len(splits["held-out"].labels) == 10
+    both = set(splits["train"].source) | set(splits["held-out"].source)
+    assert len(both) == 33
+    for split in (splits["train"], splits["held-out"]):
+        names = [f"class{label}" for label in split.labels.tolist()]
+        assert names == [Path(path).parent.name for path in split.source]
+    neighbours = []
+
+    def counting(train, *rest):
+        neighbours.append(len(train))
+        return knn(train, *rest)
+    monkeypatch.setattr(eval_linear, "knn", counting)
+    result = evaluate(cfg)
+    rates = result["linear"]["rates"]
+    assert result["linear"]["best"] == max(rates, key=lambda row: row["held-out"]["top1"])
+    assert result["linear"]["chosen_on"] == "held-out"
+    assert neighbours == [33]
+
+# ---- Heads ---------------------------------------------------------------------------------------
+def toy_batches(n, width=5, classes=3):
+    g = seeded()
+    return [(torch.randn(6, width, generator=g), torch.randint(classes, (6,), generator=g))
+            for _ in range(n)]
+
+def fitted(heads, data):
+    optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
+    assert list(fit(heads, optimizer, data, 0, len(data))) == list(range(1, len(data) + 1))
+    return heads
+
+@pytest.mark.parametrize("kind, hidden", [(Heads, ()), (MLPHeads, (7, 4))])
+def test_a_sweep_trains_each_rate_as_torch_would_train_it_alone(kind, hidden, monkeypatch):
+    """SGD, momentum .9, no weight decay, cosine to zero per step without warmup, for every rate."""
+    monkeypatch.setattr(kind, "hidden", hidden)
+    data = toy_batches(12)
+    lrs = [0.02, 0.3, 1.0]
+    heads = kind(lrs, 3, 5, seed=1)
+    alone = []
+    for _ in lrs:
+        layers = []
+        for weight, bias in zip(heads.weights, heads.biases):
+            layer = torch.nn.Linear(weight.shape[2], weight.shape[1])
+            layer.load_state_dict({"weight": weight[0].clone(), "bias": bias[0, 0].clone()})
+            layers += [layer, torch.nn.ReLU()]
+        alone.append(torch.nn.Sequential(*layers[:-1]))
+    fitted(heads, data)
+    for model, lr in zip(alone, lrs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=0)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        for x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+    x = data[0][0]
+    expected = torch.stack([model(x) for model in alone], dim=1)
+    assert (expected[:, 1] - expected[:, 2]).abs().max() > 0.1
+    close(heads(x), expected, 1e-4)
+
+def test_one_rate_equals_the_same_rate_within_a_sweep():
+    """The batched product changes no head."""
+    found = {}
+    for rates in ((3.0,), (0.1, 3.0, 10.0)):
+        frozen = eval_frozen(lr=rates, epochs=2, cache=True, out="/nowhere/x.json")
+        heads = fitted(Heads(rates, 6, 32, 0), toy_batches(6, 32, 6))
+        found[rates] = accuracy(heads, *frozen.table("val"), range(6))
+    assert found[(3.0,)][0] == found[(0.1, 3.0, 10.0)][1]
+
+def test_a_rate_that_diverges_harms_no_other(monkeypatch):
+    """Nothing joins the heads: beside a head of not-a-numbers, the other is the one it is alone."""
+    monkeypatch.setattr(MLPHeads, "hidden", (8, 8))
+    data = toy_batches(30)
+    both = fitted(MLPHeads([0.1, 1e30], 3, 5, seed=0), data)
+    alone = fitted(MLPHeads([0.1], 3, 5, seed=0), data)
+    assert not both(data[0][0])[:, 1].isfinite().all()
+    close(both(data[0][0])[:, :1], alone(data[0][0]))
+
+def test_heads_start_from_normal_weights_and_zero_biases():
+    """N(0, .01), bias 0, alike for each rate; He's N(0, 2 / fan-in) before a ReLU."""
+    heads = Heads([1.0, 2.0], 100, 200, seed=0)
+    assert len(heads.weights) == 1 and heads.weights[0].shape == (2, 100, 200)
+    assert heads.weights[0].std().item() == pytest.approx(0.01, rel=0.02)
+    assert torch.equal(heads.weights[0][0], heads.weights[0][1])
+    mlp = MLPHeads([1.0], 100, 200, seed=0)
+    stds = [weight.std().item() for weight in mlp.weights]
+    assert stds == pytest.approx([0.1, math.sqrt(2 / 1024), 0.01], rel=0.02)
+    assert [weight.shape[1] for weight in mlp.weights] == [1024, 1024, 100]
+    for bias in (*heads.biases, *mlp.biases):
+        assert bias.abs().max() == 0
+
+def test_a_linear_problem_with_a_known_solution_is_solved():
+    """Classes that a hyperplane separates are told apart, and the weights point its way."""
+    g = seeded()
+    normal = F.normalize(torch.randn(6, generator=g), dim=0)
+    x = torch.randn(400, 6, generator=g)
+    y = (x @ normal > 0).long()
+    x += (2 * y[:, None] - 1) * normal     # a margin
+    batches = [(x[i:i + 50], y[i:i + 50]) for i in range(0, 400, 50)] * 40
+    heads = fitted(Heads([0.001, 1.0], 2, 6, seed=0), batches)
+    assert accuracy(heads, x, y, [0, 1])[1] == {"top1": 100.0, "top5": 100.0}
+    found = heads.weights[0][1, 1] - heads.weights[0][1, 0]
+    assert F.cosine_similarity(found, normal, dim=0) > 0.95
+
+def test_accuracy_counts_by_rank_among_the_given_classes_only():
+    """Top-1 and top-5; a set with fewer classes is scored among its own; label -1 is wrong."""
+    heads = Heads([1.0], 8, 8, seed=0)
+    heads.weights[0].data = torch.eye(8)[None]
+    x = torch.arange(8.0).flip(0).expand(4, 8)     # class 0 first, 7 last
+    y = torch.tensor([0, 4, 5, -1])
+    assert accuracy(heads, x, y, range(8)) == [{"top1": 25.0, "top5": 50.0}]
+    few = torch.tensor([4, 5, 7, 4])
+    assert accuracy(heads, x, few, [4, 5, 7]) == [{"top1": 50.0, "top5": 100.0}]
+
+def test_the_kept_head_gives_the_accuracy_of_the_table(tree, checkpoint, tmp_path):
+    """ImageNet-C and -P are scored by it: features @ weight.T + bias."""
+    cfg = eval_settings(tree, checkpoint)
+    result = evaluate(cfg)
+    encoder, _, digest = eval_linear.frozen_encoder(cfg)
+    head = eval_linear.load_head(checkpoint.with_name("eval-head.pt"), digest)
+    val, truth = plain_split(tree / "val")
+    crops = torch.stack([plain_centre(image, 16) for image in val])
+    features = eval_linear.encode(encoder, crops, head.blocks)
+    top1 = plain_top1(features @ head.weight.T + head.bias, truth)
+    assert top1 == pytest.approx(result["linear"]["best"]["val"]["top1"])
+    other = eval_linear.frozen_encoder(dataclasses.replace(cfg, random_init=True))[2]
+    for name, wanted, why in (("eval-head.pt", other, "is of the encoder"),
+                              ("none.pt", digest, "missing"), ("last.pt", digest, "no head")):
+        with pytest.raises(UserError, match=why):
+            eval_linear.load_head(checkpoint.with_name(name), wanted)
+
+def test_mlp_heads_are_trained_by_the_command_and_other_protocols_bring_their_own(tree, checkpoint):
+    """--mlp has files of its own; heads= and collect= serve the scripts of paper/evaluations."""
+    cfg = eval_settings(tree, checkpoint, mlp=True, cache=True, lr=(0.3,), epochs=5)
+    result = evaluate(cfg)
+    assert cfg.result.name == "eval-cache-mlp.json" and "MLP heads on" in result["protocol"]
+    assert not cfg.beside("head").exists()
+
+    class Small(MLPHeads):
+        name = "small"
+        hidden = (4,)
+
+    def swapped(cfg, size):
+        classes, splits = collect(cfg, size)
+        return classes, splits | {"val": splits["train"]}
+    cfg = eval_settings(tree, checkpoint)
+    result = evaluate(cfg, collect=swapped, heads=Small)
+    assert "small heads on" in result["protocol"] and result["images"]["val"] == 33
+
+class Dark(Crops):
+    """Sees every image as the first one, half as bright."""
+
+    def __getitem__(self, key):
+        image, label = super().__getitem__((key[0], 0))
+        return image // 2, int(self.split.labels[key[1]])
+
+def test_every_part_of_an_evaluation_takes_the_crops_of_the_protocol(fewer, checkpoint):
+    """crops= reaches the neighbours, the untrained encoder's, and the token maps."""
+    cfg = Settings(checkpoint=str(checkpoint), workers=0, test=(), knn=True, equivariance=True)
+    result = evaluate(cfg, crops=Dark)
+    first = plain_centre(ser.draw_images(1000, 16, 102)[0][0], 16) // 2
+    x = ser.normalise(first / 255).expand(125, -1, -1, -1)
+    found = eval_linear.equivariance(ser.load_encoder(checkpoint), x, 1, "rot90")
+    row = result["equivariance"]["rows"][0]
+    assert (row["element"], row["block"]) == ("rot90", 1)
+    assert row["trained"] == pytest.approx(found, abs=1e-4)
+    for name in ("knn", "knn_untrained"):     # all features are equal: every vote is the same
+        assert result[name]["val"]["top1"] == pytest.approx(100 / 6, abs=1)
+
+# ---- k-NN ----------------------------------------------------------------------------------------
+def test_knn_is_a_loop_over_neighbours_with_exponential_votes():
+    """Cosine, k = 20, weights exp(s / .07), as DINO; 5, 10 or 60 neighbours vote otherwise."""
+    g = seeded(4)
+    train = torch.randn(90, 9, generator=g) + 3     # alike, so that many votes count
+    labels = torch.randint(5, (90,), generator=g)
+    test = torch.randn(60, 9, generator=g) + 3
+    truth = torch.randint(5, (60,), generator=g)
+    shares = {k: plain_knn(train, labels, test, truth, k) for k in (5, 10, 20, 60)}
+    assert knn(train, labels, test, truth) == pytest.approx(shares[20])
+    assert shares[20] not in (shares[5], shares[10], shares[60])
+    assert knn(train, labels, train, labels, k=1) == 1.0
+    truth[:30] = -1
+    assert knn(train, labels, test, truth) <= 0.5
+    labels[::3] = -1     # unreadable images are nobody's neighbours
+    share = plain_knn(train[labels >= 0], labels[labels >= 0], test, truth, 20)
+    assert knn(train, labels, test, truth) == pytest.approx(share)
+
+def test_knn_of_the_command_takes_twenty_neighbours_by_the_last_block():
+    """On random labels another k, or another block, would be seen."""
+    frozen = eval_frozen(n=120)
+    for seed, name in enumerate(("train", "val")):
+        labels = torch.randint(6, (120,), generator=seeded(seed))
+        frozen.splits[name] = frozen.splits[name]._replace(labels=labels)
+    train, labels = frozen.table("train")
+    test, truth = frozen.table("val")
+    shares = [plain_knn(train[:, -16:], labels, test[:, -16:], truth, k) for k in (20, 10, 60)]
+    shares.append(plain_knn(train[:, :16], labels, test[:, :16], truth, 20))
+    assert shares[0] not in shares[1:]
+    assert eval_linear.knn_splits(frozen) == {"val": {"top1": pytest.approx(100 * shares[0])}}
+    # A set of two classes has neighbours of those alone.
+    frozen.splits["val"] = frozen.splits["val"]._replace(among=[1, 4])
+    near = (labels == 1) | (labels == 4)
+    share = plain_knn(train[near][:, -16:], labels[near], test[:, -16:], truth, 20)
+    assert eval_linear.knn_splits(frozen)["val"]["top1"] == pytest.approx(100 * share)
+
+# ---- Equivariance --------------------------------------------------------------------------------
+class Pixels:
+    """An encoder whose map after block 1 is the image itself, plus `same` everywhere."""
+    grid, patch_size, depth = 8, 1, 2
+
+    def __init__(self, same=0.0, size=1.0):
+        self.same = same
+        self.size = size
+
+    def __call__(self, images, layers):
+        return [ser.Encoded(x[:, :, 0, 0], {1: self.size * x + self.same}, {}) for x in images]
+
+def test_the_equivariance_of_an_equivariant_map_is_one():
+    """A.2: exact for flips and turns when the map is the pixels themselves."""
+    images = torch.randn(40, 3, 8, 8, generator=seeded())
+    chance = (32 / 32 + 8 / 8) / 40 / 64     # 32 images, then 8
+    for element in ("hflip", "rot90"):
+        found = eval_linear.equivariance(Pixels(), images, 1, element)
+        expected = dict(retrieval=1, score=1, centred=1, chance=chance)
+        assert found == pytest.approx(expected, abs=1e-5)
+
+def test_the_score_misleads_where_all_tokens_are_alike():
+    """Maps that do not move: the score is 1, retrieval at chance, the centred cosine zero."""
+    class Still(Pixels):
+        def __call__(self, images, layers):
+            shapes = [x.shape for x in images]
+            noise = [torch.randn(shape, generator=seeded(i)) for i, shape in enumerate(shapes)]
+            return super().__call__(noise, layers)
+
+    images = torch.randn(64, 3, 8, 8, generator=seeded())
+    found = eval_linear.equivariance(Still(100.0), images, 1, "rot90")
+    assert found["score"] > 0.999 and found["retrieval"] < 0.005 and abs(found["centred"]) < 0.05
+
+@torch.no_grad()
+def plain_score(encoder, images, layer, element):
+    """A.2 an image at a time: mean cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1, as a loop."""
+    cosines = []
+    still = 0
+    for part, x in enumerate(images.split(32)):
+        g1, g2 = (ser.sample_geometry(len(x), encoder.grid, elements=(element,),
+                                      generator=ser.rng(element, part, view)) for view in (1, 2))
+        for i in range(len(x)):
+            one = [ser.Geometry(g.flip[i:i + 1], g.turns[i:i + 1], g.grid) for g in (g1, g2)]
+            g = ser.relative(one[1], one[0])
+            f = [encoder([image], [layer])[0].maps[layer][0] for image in
+                 (x[i:i + 1], rho(g, x[i:i + 1], encoder.patch_size))]
+            if layer == encoder.depth:
+                f = [encoder.norm(z.permute(1, 2, 0)).permute(2, 0, 1) for z in f]
+            moved = rho(g, f[0][None])[0]
+            cosines.append(F.cosine_similarity(moved, f[1], dim=0).mean().item())
+            still += not (g.flip or g.turns) and g.grid == (encoder.grid, encoder.grid)
+    return sum(cosines) / len(cosines), still / len(cosines)
+
+@pytest.mark.parametrize("element, identity", [("rot90", 1 / 4), ("hflip", 1 / 2), ("scale", 0)])
+def test_the_score_is_that_of_the_appendix(element, identity):
+    """A.2: g1 and g2 from G, the identity among them; the final LayerNorm after the last block."""
+    torch.manual_seed(3)
+    encoder = ser.ViT(**TINY_VIT).eval()
+    encoder.norm.weight.data.uniform_(-1, 3)
+    images = torch.randn(70, 3, 16, 16, generator=seeded())
+    for layer in (1, 3):
+        found = eval_linear.equivariance(encoder, images, layer, element)
+        score, still = plain_score(encoder, images, layer, element)
+        assert found["score"] == pytest.approx(score, abs=1e-5)
+    assert abs(still - identity) < 0.15 or element == "scale"
+
+@pytest.mark.parametrize("element", ["rot90", "hflip"])
+def test_retrieval_and_centred_cosine_are_never_of_the_identity(element):
+    """Token by token over 32 images that are turned by 90, 180, 270 degrees in turn, or flipped."""
+    torch.manual_seed(3)
+    encoder = ser.ViT(**TINY_VIT).eval()
+    x = torch.randn(32, 3, 16, 16, generator=seeded())
+    flip = torch.full((32,), element == "hflip")
+    turns = torch.tensor([1, 2, 3] * 11)[:32] if element == "rot90" else torch.zeros(32).long()
+    h = ser.Geometry(flip, turns, (4, 4))
+    with torch.no_grad():
+        z = rho(h, encoder([x], [2])[0].maps[2]).flatten(2).mT
+        z_prime = encoder([rho(h, x, 4)], [2])[0].maps[2].flatten(2).mT
+    nearest = 0
+    for token, own in zip(z.flatten(0, 1), range(32 * 16)):
+        cosine = F.cosine_similarity(token[None], z_prime.flatten(0, 1))
+        nearest += cosine.argmax().item() == own
+    a = z.flatten(0, 1) - z.flatten(0, 1).mean(0)
+    b = z_prime.flatten(0, 1) - z_prime.flatten(0, 1).mean(0)
+    found = eval_linear.equivariance(encoder, x, 2, element)
+    assert found["retrieval"] == pytest.approx(nearest / (32 * 16))
+    assert found["centred"] == pytest.approx(F.cosine_similarity(a, b).mean().item(), abs=1e-5)
+
+def test_the_chance_of_retrieval_counts_the_tokens_that_are_searched():
+    """Scaling draws a grid for every 32 images; the last part is shorter."""
+    images = torch.randn(70, 3, 8, 8, generator=seeded())
+    found = eval_linear.equivariance(Pixels(), images, 1, "scale")
+    chance = 0.0
+    for part, n in enumerate((32, 32, 6)):
+        generator = ser.rng("scale", part, 2)
+        H, W = ser.sample_geometry(n, 8, elements=("scale",), generator=generator).grid
+        chance += n / 70 / (n * H * W)
+    assert found["chance"] == pytest.approx(chance)
+    assert abs(chance - 3 / 70 / 64) > 1e-5
+
+def test_unreadable_images_are_left_out_of_the_equivariance_and_counted(tmp_path, capsys):
+    """A black picture would be an image of its own; without any, there is nothing to measure."""
+    tree = eval_tree(tmp_path / "data")
+    checkpoint = eval_checkpoint(tmp_path / "run")
+    argv = ["--data", tree, "--checkpoint", checkpoint, "--workers", 0, "--equivariance"]
+    argv = [str(word) for word in argv]
+    assert eval_linear.main(argv) == 0
+    whole = json.loads(checkpoint.with_name("eval-equivariance.json").read_text())
+    (tree / "val" / "class1" / "999.png").write_bytes(b"no image")
+    capsys.readouterr()
+    assert eval_linear.main(argv) == 0
+    result = json.loads(checkpoint.with_name("eval-equivariance.json").read_text())
+    assert result["equivariance"] == whole["equivariance"] | {"unreadable": 1}
+    assert "1 images cannot be read and are left out" in capsys.readouterr().out
+    for path in (tree / "val").glob("*/*.png"):
+        path.write_bytes(b"")
+    assert "none of 16 images of val can be read" in eval_command(argv, capsys)
+
+def test_the_untrained_encoder_alone_has_one_column(fewer, checkpoint, capsys):
+    """--random-init has nothing trained to stand beside it, in no table."""
+    argv = ["--checkpoint", str(checkpoint), "--knn", "--random-init"]
+    assert eval_linear.main(argv) == 0
+    result = json.loads(checkpoint.with_name("eval-knn-random-init.json").read_text())
+    assert "knn_untrained" not in result
+    for row in result["equivariance"]["rows"]:
+        assert set(row) == {"element", "block", "untrained"}
+    out = capsys.readouterr().out
+    assert " -> " not in out and "20-NN, untrained" not in out
+
+def test_equivariance_of_any_data_is_printed_for_every_block_beside_the_untrained(
+        tree, checkpoint, capsys):
+    """--equivariance: a row per element and block; nothing is trained."""
+    argv = ["--data", tree, "--checkpoint", checkpoint, "--workers", 0, "--equivariance"]
+    assert eval_linear.main([str(word) for word in argv]) == 0
+    result = json.loads(checkpoint.with_name("eval-equivariance.json").read_text())
+    found = result["equivariance"]
+    assert "linear" not in result and "knn" not in result
+    assert (found["images"], found["unreadable"]) == (15, 0)
+    places = [(row["element"], row["block"]) for row in found["rows"]]
+    assert places == [(e, b) for e in ("rot90", "hflip", "scale") for b in (1, 2, 3)]
+    val, _ = plain_split(tree / "val")
+    x = ser.normalise(torch.stack([plain_centre(image, 16) for image in val]) / 255)
+    trained = ser.load_encoder(checkpoint)
+    torch.manual_seed(0)
+    untrained = ser.ViT(**trained.shape)
+    out = capsys.readouterr().out
+    for row in found["rows"]:
+        for name, encoder in (("untrained", untrained), ("trained", trained)):
+            expected = eval_linear.equivariance(encoder, x, row["block"], row["element"])
+            assert row[name] == pytest.approx(expected, abs=1e-4)
+        before, after = row["untrained"], row["trained"]
+        shown = [f"{before[m]:.3f} -> {after[m]:.3f}" for m in ("retrieval", "score", "centred")]
+        shown.append(f"{before['chance']:.5f}")
+        title = f"{row['element']}, after block {row['block']}"
+        line = next(line for line in out.splitlines() if title in line)
+        assert line.replace(title, "").split() == " ".join(shown).split()
+    assert "0.00417" in out and "proves nothing" in out
+
+# ---- The command ---------------------------------------------------------------------------------
+@pytest.fixture
+def fewer(monkeypatch):
+    """An eighth of the drawn images."""
+    draw = ser.draw_images
+    monkeypatch.setattr(ser, "draw_images", lambda n, size, seed: draw(n // 8, size, seed))
+
+def test_drawn_images_show_untrained_trained_and_chance(fewer, checkpoint, capsys):
+    """README's first command: retrieval, A.2's score, 20-NN on images held out, and the heads."""
+    argv = ["--checkpoint", str(checkpoint), "--epochs", "1"]
+    assert eval_linear.main(argv) == 0
+    out = capsys.readouterr().out
+    result = json.loads(checkpoint.with_name("eval.json").read_text())
+    train, val = (ser.draw_images(n, 16, seed) for n, seed in ((2048, 101), (1000, 102)))
+    shares = []
+    trained = ser.load_encoder(checkpoint)
+    for encoder in (eval_linear.untrained(0, trained.shape), trained):
+        tables = []
+        for images, labels in (train, val):
+            crops = torch.stack([plain_centre(image, 16) for image in images])
+            tables += [eval_linear.encode(encoder, crops, 1), labels]
+        shares.append(100 * knn(*tables))
+    shown = [line.split() for line in out.splitlines() if "20-NN" in line]
+    assert shown == [["20-NN", f"{shares[1]:.2f}"], ["20-NN,", "untrained", f"{shares[0]:.2f}"]]
+    assert shares[0] != shares[1]
+    assert result["images"] == {"train": 256, "val": 125} and result["classes"] == 6
+    assert "rot90, after block 1" in out and "rate 0.003" in out
+    assert "16.67 / 83.33" in out and "(best)" in out
+
+def test_the_result_says_what_was_evaluated_on_what_and_how(tree, checkpoint, capsys):
+    """JSON beside the checkpoint, one per protocol; chance in it and in the table."""
+    argv = ["--data", str(tree), "--checkpoint", str(checkpoint), "--workers", "0", "--epochs", "2"]
+    assert eval_linear.main([*argv, "--cache"]) == 0
+    assert eval_linear.main([*argv, "--knn", "--random-init"]) == 0
+    screen = capsys.readouterr().out
+    assert screen.count("chance") == 2 and "33.33" in screen
+    assert "not the paper's protocol" in screen and "val itself, which flatters it" in screen
+    assert "of the last 2 blocks, 2 epochs (of 4: [CLS] enters after block 1 of 3)" in screen
+    linear = json.loads(checkpoint.with_name("eval-cache.json").read_text())
+    vote = json.loads(checkpoint.with_name("eval-knn-random-init.json").read_text())
+    assert linear["step"] == 7 and linear["images"] == {"train": 33, "val": 15}
+    assert linear["settings"]["epochs"] == 2 and linear["settings"]["data"] == str(tree)
+    assert linear["chance"] == {"val": {"top1": pytest.approx(100 / 3), "top5": 100.0}}
+    assert len(linear["linear"]["rates"]) == 8
+    assert linear["linear"]["best"] in linear["linear"]["rates"]
+    assert {"ranks", "minutes", "protocol"} <= set(linear)
+    assert "linear" not in vote and vote["knn"]["k"] == 20 and vote["step"] == 0
+    assert not list(checkpoint.parent.glob("*.tmp"))
+
+def test_random_init_is_the_encoder_that_the_run_began_with(tmp_path):
+    """The comparison differs in training alone: same shape, same seed, same draws."""
+    checkpoint = eval_checkpoint(tmp_path, seed=5)
+    cfg = Settings(checkpoint=str(checkpoint), random_init=True)
+    encoder, step, _ = eval_linear.frozen_encoder(cfg)
+    began = ser.build(Config(**TINY_VIT, moco_hidden=8, equiv_layers=(1,), seed=5)).base.encoder
+    for (name, p), q in zip(encoder.named_parameters(), began.parameters()):
+        assert torch.equal(p, q), name
+    assert step == 0 and not encoder.training
+
+def test_an_interrupted_run_continues_to_the_same_result(tree, checkpoint, monkeypatch, capsys):
+    """Heads, momentum, order and crops go on as if nothing had happened; the state is removed."""
+    cfg = eval_settings(tree, checkpoint, epochs=4)
+    whole = evaluate(cfg)["linear"]
+    save = ser.save_whole
+    saved = []
+
+    def killed(path, state):     # after the third epoch, before it is saved
+        saved.append(path)
+        if len(saved) == 3:
+            raise KeyboardInterrupt
+        save(path, state)
+    monkeypatch.setattr(ser, "save_whole", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(cfg)
+    monkeypatch.undo()
+    state = checkpoint.with_name("eval-state.pt")
+    assert torch.load(state)["step"] == 2 * 4
+    checkpoint.with_name("eval.json").unlink()
+    for change in (dict(epochs=5), dict(seed=1), dict(lr=(1.0,)), dict(batch_size=4)):
+        with pytest.raises(UserError, match="of an interrupted evaluation with other settings"):
+            evaluate(dataclasses.replace(cfg, **change))
+    with pytest.raises(UserError, match="of an interrupted evaluation with other settings"):
+        evaluate(cfg, heads=type("Others", (Heads,), {"name": "other"}))
+    steps = []
+    counted = eval_linear.fit
+
+    def counting(*arguments):
+        for done in counted(*arguments):
+            steps.append(done)
+            yield done
+    monkeypatch.setattr(eval_linear, "fit", counting)
+    assert evaluate(dataclasses.replace(cfg, workers=1))["linear"] == whole
+    assert steps == list(range(9, 17)) and not state.exists()
+
+def eval_rank(rank, ranks, folder):
+    """Two evaluations on one of several ranks; only the first may write."""
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    if rank > 0:
+        ser.save_whole = eval_linear.write_json = lambda *_: os._exit(3)
+    for cfg in rank_settings(Path(folder), "ranks"):
+        evaluate(cfg)
+    dist.destroy_process_group()
+    os._exit(0)     # gloo's threads can abort an interpreter that ends normally
+
+def rank_settings(folder, name):
+    shared = dict(batch_size=7, test=(f"again={folder}/data/val",))
+    cfg = eval_settings(folder / "data", folder / "last.pt", **shared)
+    yield dataclasses.replace(cfg, out=f"{folder}/{name}.json")
+    yield dataclasses.replace(cfg, out=f"{folder}/{name}-cache.json", cache=True, select_split=0.3)
+
+def test_two_gloo_ranks_give_the_accuracy_of_one_process_exactly(tmp_path):
+    """Validation of 15 images in batches of 7: none is counted twice, none is left out."""
+    eval_tree(tmp_path / "data")
+    eval_checkpoint(tmp_path)
+    run_ranks(eval_rank, 2, tmp_path)
+    for cfg in rank_settings(tmp_path, "one"):
+        evaluate(cfg)
+        one = json.loads(cfg.result.read_text())
+        two = json.loads(Path(cfg.out.replace("one", "ranks")).read_text())
+        assert (one["ranks"], two["ranks"]) == (1, 2) and one["images"]["val"] == 15
+        assert one["linear"] == two["linear"] and one.get("knn") == two.get("knn")
+        for row in two["linear"]["rates"]:
+            assert row["val"] == row["again"]
+
+def test_a_broken_image_teaches_nothing_counts_as_wrong_and_is_named_once(tmp_path, capfd):
+    """A corrupt file stays in the denominator; more than three, or 1 in 1000, stop it."""
+    tree = eval_tree(tmp_path / "data")
+    checkpoint = eval_checkpoint(tmp_path / "run")
+    for part in ("train", "val"):
+        (tree / part / "class1" / "999.png").write_bytes(b"no image")
+    argv = ["--data", str(tree), "--checkpoint", str(checkpoint), "--workers", "0", "--epochs", "2"]
+    assert eval_linear.main(argv) == 0
+    out, err = capfd.readouterr()
+    assert out.count("1 broken images in val, as") == 1 and "Traceback" not in err
+    result = json.loads(checkpoint.with_name("eval.json").read_text())
+    assert result["images"]["val"] == 16
+    assert [len(files) for files in result["broken"].values()] == [1, 1]
+    for row in result["linear"]["rates"]:
+        assert row["val"]["top5"] == pytest.approx(100 * 15 / 16)
+    for n in range(4):
+        (tree / "val" / "class2" / f"x{n}.png").write_bytes(b"")
+    assert eval_linear.main([*argv, "--knn"]) == 2
+    assert "5 of the 20 images of val cannot be read" in capfd.readouterr().err
+
+@pytest.mark.parametrize("flags, words", [
+    ("--nonsense 1", "--nonsense"), ("--lr 0.1 -1", "--lr -1"), ("--lr nan", "--lr nan"),
+    ("--lr fast", "--lr"), ("--epochs 0", "--epochs 0"),
+    ("--epochs 1 --epochs 2", "--epochs is given"),
+    ("--select-split 1.5", "--select-split 1.5"), ("--test =x", "NAME=DIR"),
+    ("--select-split 0.01", "--select-split 0.01"), ("--test nothing", "NAME=DIR"),
+    ("--select-split 0.9", "--select-split 0.9"), ("--test val=TREE/val", "val is taken"),
+    ("--test a=TREE/nowhere", "no such folder"), ("--data TREE/nowhere", "no such folder"),
+    ("--test a=TREE/val --test a=TREE/val", "a is taken"),
+    ("--test flat=TREE/val/class1", "no class folders")])
+def test_a_mistake_is_one_line_that_names_the_value_and_exit_code_2(
+        flags, words, tree, checkpoint, capsys):
+    """DESIGN: bad input gets a clear sentence, no traceback."""
+    good = ["--checkpoint", checkpoint]
+    if "--data" not in flags:
+        good += ["--data", tree]
+    given = flags.replace("TREE", str(tree)).split()
+    assert words in eval_command([*good, *given], capsys)
+
+def test_a_layout_that_cannot_be_evaluated_is_one_line(tmp_path, capsys):
+    """Classes of val and of test sets are those of train, by name, and there are two or more."""
+    tree = eval_tree(tmp_path / "data", train=2, val=1)
+    good = ["--data", tree, "--checkpoint", eval_checkpoint(tmp_path / "run")]
+    one = eval_tree(tmp_path / "one", train=1, val=1, classes=1)
+    assert "only one class" in eval_command(["--data", one, *good[2:]], capsys)
+    (tree / "val" / "class2").rename(tree / "val" / "class9")
+    assert "match no training class: class9" in eval_command(good, capsys)
+    (tree / "val" / "class9").rename(tmp_path / "away")
+    assert "val lacks classes of train: class2" in eval_command(good, capsys)
+    (tree / "val" / "class2").mkdir()
+    assert "--data" in eval_command(good, capsys)
+    (tmp_path / "away").rename(tree / "val" / "class2" / "below")
+    (tmp_path / "test" / "class1").mkdir(parents=True)
+    message = eval_command([*good, "--test", f"v2={tmp_path}/test"], capsys)
+    assert "--test v2" in message and "no image" in message and "--data" not in message
+
+@pytest.mark.parametrize("spoil", [
+    lambda state: state.pop("shape"),
+    lambda state: state.pop("config"),
+    lambda state: state.clear(),
+    lambda state: state.update(step="seven"),
+    lambda state: state.update(shape={"dim": "wide"}),
+    lambda state: state["shape"].update(depth=2),
+    lambda state: state["model"].pop("base.encoder.norm.weight")])
+def test_a_bad_checkpoint_is_one_line(spoil, tree, checkpoint, capsys):
+    """Missing and mistyped parts are found before any work."""
+    state = torch.load(checkpoint)
+    spoil(state)
+    torch.save(state, checkpoint)
+    line = eval_command(["--data", tree, "--checkpoint", checkpoint], capsys)
+    assert str(checkpoint) in line and "traceback" not in line
+
+def test_no_checkpoint_and_a_damaged_one_are_one_line(tree, checkpoint, capsys):
+    """The path is named, and what to do."""
+    data = bytearray(checkpoint.read_bytes())
+    data[len(data) // 2] ^= 255
+    checkpoint.write_bytes(data)
+    for path in (checkpoint, checkpoint.with_name("none.pt"), checkpoint.parent):
+        assert str(path) in eval_command(["--data", tree, "--checkpoint", path], capsys)
+
+def test_an_out_that_would_destroy_something_is_refused_before_any_work(
+        tree, checkpoint, capsys, monkeypatch):
+    """The checkpoint, a folder, a text, a head that is the checkpoint, a folder of no existence."""
+    monkeypatch.setattr(eval_linear, "collect", None)
+    folder = checkpoint.parent
+    (folder / "text.json").write_text("notes")
+    (folder / "folder.json").mkdir()
+    os.link(checkpoint, folder / "my-head.pt")
+    before = checkpoint.read_bytes()
+    for out, words in (("last.pt", ".json"), ("res.pt", ".json"), ("text.json", "no result"),
+                       ("folder.json", "no result"), ("no/x.json", "cannot write in")):
+        argv = ["--data", tree, "--checkpoint", checkpoint, "--out", folder / out]
+        assert words in eval_command(argv, capsys)
+    argv = ["--data", tree, "--checkpoint", folder / "my-head.pt", "--out", folder / "my.json"]
+    assert "is the checkpoint" in eval_command(argv, capsys)
+    assert checkpoint.read_bytes() == before and (folder / "text.json").read_text() == "notes"
+
+def test_a_result_of_something_else_is_not_overwritten(tree, checkpoint, tmp_path, monkeypatch):
+    """Another data set, test set, split, seed or checkpoint: refused before any work."""
+    cfg = eval_settings(tree, checkpoint, cache=True)
+    evaluate(cfg)
+    evaluate(dataclasses.replace(cfg, epochs=1, workers=1))     # the same question
+    before = cfg.result.read_text()
+    monkeypatch.setattr(eval_linear, "collect", None)
+    for change in (dict(data=str(tmp_path)), dict(test=("v2=x",)), dict(select_split=0.1),
+                   dict(seed=1)):
+        name, = change
+        with pytest.raises(UserError, match=f"--out .*another {name} .*remove it or choose"):
+            evaluate(dataclasses.replace(cfg, **change))
+    torch.save(torch.load(checkpoint) | {"step": 8}, checkpoint)
+    with pytest.raises(UserError, match="--out .*another checkpoint"):
+        evaluate(cfg)
+    cfg.result.write_text("[1]")
+    with pytest.raises(UserError, match="is no result"):
+        evaluate(cfg)
+    cfg.result.write_text(before)
+
+class Dying(Crops):
+    """Its loader processes die at the third image."""
+
+    def __getitem__(self, key):
+        if key[1] % 3 == 2:
+            os._exit(9)
+        return super().__getitem__(key)
+
+def test_a_lost_loader_process_is_one_line(tree, checkpoint, monkeypatch, capsys):
+    """What an out-of-memory killer does; there are no more of them than CPUs."""
+    monkeypatch.setattr(evaluate, "__defaults__", (collect, Heads, Dying))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    argv = ["--data", tree, "--checkpoint", checkpoint, "--workers", 1000, "--knn"]
+    line = eval_command(argv, capsys)
+    assert "DataLoader worker" in line and "--workers" in line
+    assert multiprocessing.active_children() == []
+
+@pytest.mark.parametrize("place", ["encode", "fit"])
+def test_loader_processes_are_released_on_every_way_out(place, tree, checkpoint, monkeypatch):
+    """An error inside the reading of features, or of who reads them, whose traceback is kept."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    children = []
+
+    def failing(*arguments):
+        if place == "fit":
+            next(arguments[2])
+        children.extend(multiprocessing.active_children())
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(eval_linear, place, failing)
+    with pytest.raises(RuntimeError) as error:
+        evaluate(eval_settings(tree, checkpoint, workers=1000))
+    assert error.tb is not None and len(children) == 1
+    assert multiprocessing.active_children() == []
+
+def test_an_evaluation_without_training_leaves_the_state_of_an_interrupted_one(tree, checkpoint):
+    """The same --out with --knn in between loses nothing."""
+    cfg = eval_settings(tree, checkpoint, knn=True, out=str(checkpoint.with_name("x.json")))
+    cfg.beside("state").write_bytes(b"hours of work")
+    evaluate(cfg)
+    assert cfg.beside("state").exists()
+
+def test_the_commands_of_the_header_are_accepted():
+    """What eval_linear.py says one can type, less what it says beside it."""
+    header = re.sub(r"(?<=\S)   .*", "", eval_linear.__doc__).replace("\\\n", " ")
+    commands = re.findall(r"\beval_linear\.py\b([^\n]*)", header)
+    for command in commands:
+        cfg = ser.parse(shlex.split(command), Settings, repeatable=("--test",))
+        ser.check_ranges(cfg)
+    assert len(commands) == 5
+
+def test_the_table_shows_notes_and_the_end_of_the_sweep():
+    """How V2 was labelled, among which classes R is scored, a best rate that lies at the end."""
+    rates = [{"rate": rate, "val": {"top1": rate, "top5": 9.0}} for rate in (1.0, 2.0)]
+    chance = {"val": {"top1": 10.0, "top5": 50.0}, "r, of 10": {"top1": 10.0, "top5": 50.0}}
+    linear = {"rates": rates, "best": rates[1], "chosen_on": "val"}
+    result = {"chance": chance, "notes": ["v2: places"], "broken": {}, "protocol": "heads"}
+    shown = eval_linear.table(result | {"linear": linear}).splitlines()
+    assert "  v2: places" in shown and "r, of 10" in shown[1]
+    assert any("2.00 / 9.00" in line and "(best)" in line for line in shown)
+    assert any("end of the sweep" in line for line in shown)
+    middle = {"rate": 1.5, "val": {"top1": 3.0, "top5": 9.0}}
+    for best, ends in ((middle, False), (rates[1], True)):     # the last one given is no end
+        linear = {"rates": [*rates, middle], "best": best, "chosen_on": "val"}
+        assert ("end of the sweep" in eval_linear.table(result | {"linear": linear})) == ends
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path):
+    """A kill, or what JSON cannot hold, leaves the old result."""
+    path = tmp_path / "eval.json"
+    eval_linear.write_json(path, {"a": (1, 2)})
+    with contextlib.suppress(TypeError):
+        eval_linear.write_json(path, {"a": torch.zeros(1)})
+    assert json.loads(path.read_text()) == {"a": [1, 2]}
+
 # ==== 12. README.md ===============================================================================
 def readme_blocks(language, name="README.md"):
     """The fenced blocks of README.md in this language."""
@@ -2519,7 +3522,6 @@ def test_every_training_command_of_the_readme_parses_and_is_within_range():
 
 def test_every_evaluation_command_of_the_readme_parses_and_is_within_range():
     """The same for eval_linear.py."""
-    eval_linear = importlib.import_module("eval_linear")
     commands = readme_commands(r"eval_linear\.py(?!\w)")
     assert len(commands) >= 2
     for _, argv in commands:

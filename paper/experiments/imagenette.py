@@ -149,6 +149,7 @@ def once(path: Path, settings: dict[str, Any],
         if isinstance(found, dict) and found | identity == found:
             return found
     tqdm.write(f"measuring {path}", file=sys.stderr)
+    path.unlink(missing_ok=True)     # eval_linear would not overwrite another checkpoint's result
     found = measure() | identity
     eval_linear.write_json(path, found)
     return found
