@@ -18,7 +18,7 @@ files to weights, is compared with a plain re-implementation. The order is that 
     8  Data             trees of images, odd and broken files, drawn images, the order of a run
     9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init
     10 Command line     mistakes in one line, flags, crashes in one line
-    11 eval_linear.py   data layouts, crops, the protocol, sweeps, k-NN, equivariance, resume, results
+    11 eval_linear.py   layouts, crops, the protocol, sweeps, k-NN, equivariance, resume, results
     12 README.md        its commands and its code
 
     pip install -r requirements.txt && python -m pytest -q test_ser.py
@@ -69,7 +69,7 @@ from ser import patch_ntxent, relative, rho, sample_geometry
 # pytest undoes the filter of ser.py for torchvision's announcement of TorchCodec.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 
-torch.set_num_threads(1)     # sums depend on the number of threads, and runs are compared bit for bit
+torch.set_num_threads(1)     # sums depend on the number of threads; runs are compared bit for bit
 
 HERE = Path(ser.__file__).resolve().parent
 TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, equiv_layers=(1,),
