@@ -998,7 +998,7 @@ def setup() -> tuple[torch.device, int, int]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    elif sys.platform == "linux":     # let glibc keep freed memory, which makes a step 5% faster
+    elif hasattr(ctypes.CDLL(None), "mallopt"):     # glibc: keep freed memory, for faster steps
         for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, value)
     if "RANK" in os.environ and not dist.is_initialized():

@@ -136,6 +136,7 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
     (["--epochs", "nan"], "nan"),
     (["--batch-size", "8192"], "4096 images")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(argv, words, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     assert layers.main([*argv, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1 and not (tmp_path / "out").exists()

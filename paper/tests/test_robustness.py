@@ -190,6 +190,7 @@ def test_it_works_on_every_kind_of_checkpoint(tmp_path):
     assert names == {"robustness.json", "robustness-random-init.json"}
 
 def test_mistakes_are_one_line(checkpoint, tmp_path, capsys):
+    pytest.importorskip("av")
     (tmp_path / "empty").mkdir()
     class_folders(tmp_path / "odd" / "snow" / "1", 1, classes=["dog"])
     other = toy_checkpoint(tmp_path / "other", seed=2, moco_hidden=16)

@@ -1,0 +1,4 @@
+"""pytest undoes the filter of ser.py for torchvision's announcement that its decoders will go."""
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:The image decoding and encoding")
