@@ -59,21 +59,39 @@ def union(names: set[str]) -> set[str]:
         dist.all_gather_object(found, names)
     return set().union(*found)
 
+def check_progress(done: int, loss: float, broken: set[str], images: int) -> None:
+    """Raise UserError, after step `done`, for a loss that is not finite or too many broken files."""
+    require(math.isfinite(loss),
+            f"step {done}: the loss is {loss}: lower the learning rate, with a new --out")
+    check_broken(broken, images)
+
+def loader_of(images: torch.utils.data.Dataset, cfg: Any, start: int,
+              steps: int) -> torch.utils.data.DataLoader:
+    """This rank's batches from step `start` on."""
+    ranks, rank = ranks_and_rank()
+    return torch.utils.data.DataLoader(
+        images, batch_sampler=ser.batch_keys(len(images), cfg, start, steps, rank, ranks),
+        collate_fn=images.collate, num_workers=min(cfg.workers, os.cpu_count() or 1),
+        worker_init_fn=ser.leave_signals, pin_memory=torch.cuda.is_available())
+
 def check_broken(broken: set[str], images: int) -> None:
     """Raise UserError when more than 1 in 1000 images cannot be read."""
     require(len(broken) <= max(3, images / 1000), f"{len(broken)} of {images} images cannot be "
             f"read, as {min(broken, default='')}: mend or remove them")
 
-def saved(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The state that an interrupted run left at `path`, or None. Raises UserError for the state of
-    a run with other settings."""
+def resume(path: Path, identity: dict[str, Any], model: nn.Module,
+           optimizer: torch.optim.Optimizer) -> tuple[int, list[float], set[str]]:
+    """Load the state that an interrupted run left at `path`, if any; returns its step, losses and
+    broken files. Raises UserError for the state of a run with other settings."""
     if not path.exists():
-        return None
+        return 0, [], set()
     state = ser.load_checkpoint(path)
     differ = [f"{name} {state['config'].get(name)} there, {value} here"
               for name, value in identity.items() if state["config"].get(name) != value]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
-    return state
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["losses"], set(state["broken"])
 
 def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimizer,
           images: torch.utils.data.Dataset, loss_of: Callable[[nn.Module, Any], LossAndBroken],
@@ -96,22 +114,10 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
     path = cfg.result.with_suffix(".pt")
     identity = {name: value for name, value in vars(cfg).items() if name not in cfg.free}
     identity |= {"sha256": digest, "images": n}
-    start = 0
-    losses: list[float] = []
-    broken: set[str] = set()
-    state = saved(path, identity)
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-        losses = state["losses"]
-        broken = set(state["broken"])
+    start, losses, broken = resume(path, identity, model, optimizer)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     model.train()
-    loader = torch.utils.data.DataLoader(
-        images, batch_sampler=ser.batch_keys(n, cfg, start, steps, rank, ranks),
-        collate_fn=images.collate, num_workers=min(cfg.workers, os.cpu_count() or 1),
-        worker_init_fn=ser.leave_signals, pin_memory=torch.cuda.is_available())
+    loader = loader_of(images, cfg, start, steps)
     bar = tqdm(loader, cfg.title, steps, initial=start, disable=rank > 0, mininterval=1)
     total = 0.0
     begun = start
@@ -131,10 +137,8 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
             if ranks > 1:
                 dist.all_reduce(total)
             losses.append(total.item() / ranks / (done - begun))
-            require(math.isfinite(losses[-1]), f"step {done}: the loss is {losses[-1]}: lower the "
-                    "learning rate, with a new --out")
             broken = union(broken)
-            check_broken(broken, n)
+            check_progress(done, losses[-1], broken, n)
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
             total = 0.0
             begun = done

@@ -78,6 +78,7 @@ def crops(first: Crop, second: Crop, mirror: str = "own") -> Tensor:
     return box(first, first.flip) - box(second, flip)
 
 def box(crop: Crop, flip: Tensor) -> Tensor:
+    """(B, 4): center y, center x, height, width of a crop, mirrored where `flip` (B,) says so."""
     y = crop.top + crop.height / 2
     x = crop.left + crop.width / 2
     x = torch.where(flip, 1 - x, x)
@@ -89,6 +90,7 @@ def colors(first: Jitter, second: Jitter, saturation: float = 0.2) -> Tensor:
     return (factors(first) - factors(second)) / ranges
 
 def factors(jitter: Jitter) -> Tensor:
+    """(B, 4): what multiplies or shifts brightness, contrast, saturation and hue."""
     columns = [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue]
     return torch.stack(columns, dim=1).float()
 

@@ -191,7 +191,7 @@ def test_the_detector_is_as_the_settings_say(path):
     assert model.roi_heads.box_predictor.cls_score.out_features == 91
     close(torch.tensor(model.transform.image_mean), ser.MEAN.flatten())
     close(torch.tensor(model.transform.image_std), ser.STD.flatten())
-    odd = detector(tiny_encoder(patch_size=14), 91, cfg)     # a patch of 14 pixels: padded to fit it
+    odd = detector(tiny_encoder(patch_size=14), 91, cfg)     # images are padded to fit 14
     assert odd.transform.size_divisible == 224
     assert model.eval()([torch.rand(3, 50, 61)])[0]["boxes"].shape[1] == 4
 

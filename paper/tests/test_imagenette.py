@@ -292,8 +292,8 @@ def test_minutes_are_those_of_the_rates_between_records(tmp_path):
 
 # ==== Mistakes ====================================================================================
 @pytest.mark.parametrize("more, words", [
-    (["--weight", "1"], "--weight"), (["--seed=3"], "--seed"), (["--seeds", "0", "0"], "twice"), (["--seeds", "-1"], "--seed -1"),
-    (["--data", ""], "--data"),
+    (["--weight", "1"], "--weight"), (["--seed=3"], "--seed"), (["--seeds", "0", "0"], "twice"),
+    (["--seeds", "-1"], "--seed -1"), (["--data", ""], "--data"),
     (["--data", "nowhere"], "nowhere"), (["--data", "{data}/train"], "no such folder"),
     (["--colour", "red"], "--colour"), (["--figure", "nowhere/a"], "nowhere"),
     (["--group", "spin"], "spin")])
@@ -301,7 +301,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(data, tmp_pat
     check_mistake(data, tmp_path, more, words)
 
 @pytest.mark.parametrize("flag, value", [
-    ("--ratio", "0"), ("--heads", "3"), ("--epochs", "nan"), ("--batch-size", "64"), ("--equiv-layers", "3")])
+    ("--ratio", "0"), ("--heads", "3"), ("--epochs", "nan"), ("--batch-size", "64"),
+    ("--equiv-layers", "3")])
 def test_a_wrong_setting_is_one_line_and_exit_code_2_too(data, tmp_path, flag, value, monkeypatch):
     toy = list(TOY)
     toy[toy.index(flag) + 1] = value
