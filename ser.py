@@ -993,6 +993,10 @@ def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
         yield partition(indices, epoch, cfg.b2_images(ranks), rank, ranks)
 
 # ==== 9. Training =================================================================================
+# Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl
+# every --log-every steps and whenever it saves; views.png once. No generator is saved, as every draw
+# has a seed of its own.
+
 def setup() -> tuple[torch.device, int, int]:
     """(device, rank, ranks): under torchrun a GPU, or a CPU process, per rank; else one process."""
     cuda = torch.cuda.is_available()
@@ -1095,9 +1099,10 @@ def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
 
 class Log:
     """log.jsonl and the bar, both of rank 0, and what is counted for them between two records."""
-    def __init__(self, cfg: Common, start: int, steps: int, facts: dict[str, Any]):
+    def __init__(self, cfg: Common, model: SER, images: str, start: int, steps: int):
         self.batch = cfg.batch_size
         self.ranks, self.rank = ranks_and_rank()
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
         self.file = open(os.devnull if self.rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
         try:
             if self.rank == 0:
@@ -1107,8 +1112,13 @@ class Log:
         except OSError:     # a file system without locks
             pass
         self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
+        b2 = cfg.b2_images(self.ranks) * self.ranks
+        facts = dict(images=images, start=start, steps=steps, ranks=self.ranks, b2=b2,
+                     ratio=b2 / cfg.batch_size, lr=cfg.lr, warmup=cfg.warmup,
+                     trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+                     device=next(model.parameters()).device.type, torch=torch.__version__)
         self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
-        facts = facts | {"command": " ".join(sys.argv), "config": vars(cfg)}
+        facts |= {"command": " ".join(sys.argv), "config": vars(cfg)}
         print(json.dumps(facts), file=self.file)
         self.broken: set[str] = set()
         self.reset(start)
@@ -1120,6 +1130,7 @@ class Log:
         self.waited = 0.0     # for the loader
 
     def say(self, text: str) -> None:
+        """A line on the screen, once for all ranks."""
         if self.rank == 0:
             tqdm.write(text, file=sys.stderr)
 
@@ -1133,9 +1144,9 @@ class Log:
             self.broken.add(name)
         return loaded
 
-    def record(self, step: int, losses: dict[str, Tensor | float]) -> float:
-        """Write a step's values, means over ranks, and rates since the last record; returns the
-        mean loss. Between checkpoints, only this waits for the device."""
+    def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
+        """Write a step's values, means over ranks, and rates since the last record. Between
+        checkpoints, only this waits for the device. Raises UserError if the loss is not finite."""
         seconds = time.perf_counter() - self.clock
         losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
                    "waiting": self.waited / seconds,
@@ -1149,26 +1160,57 @@ class Log:
         shown = ("loss", "inv", "inv_chance", "equiv", "equiv_chance", "patch_top1")
         self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
         self.reset(step)
-        return means["loss"]
+        require(math.isfinite(means["loss"]), f"step {step}: the loss is {means['loss']}; log.jsonl"
+                " shows how it came to that; try a lower --base-lr with a new --out")
+
+    def agree(self, signals: int, images: int) -> bool:
+        """Whether any rank has got a signal; asked by CPUs, so that no GPU is waited for. Raises
+        UserError, on all ranks, when more than 1 in 1000 of the `images` cannot be read."""
+        found = torch.tensor([signals, len(self.broken)])
+        if self.ranks > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        signals, broken = found.tolist()
+        require(broken <= max(3, images / 1000),
+                f"{broken} images cannot be read, more than 1 in 1000: repair or remove them")
+        return signals > 0
+
+def digest(source: Sequence[str] | Tensor) -> str:
+    """The number of the images and a hash of their names, which tell one data set from another."""
+    names = [] if isinstance(source, Tensor) else [os.path.basename(path) for path in source]
+    return f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+
+def load(cfg: Common, source: Sequence[str] | Tensor, keys: Iterator[list[Key]]) -> Iterator[Any]:
+    """What the data set makes of each batch of keys, by processes of the loader."""
+    return iter(torch.utils.data.DataLoader(
+        cfg.dataset(source), batch_sampler=keys, worker_init_fn=leave_signals,
+        num_workers=min(cfg.workers, os.cpu_count() or 1), pin_memory=torch.cuda.is_available()))
 
 def leave_signals(worker: int) -> None:
     """Loader processes ignore stop signals: training needs their batches until it has saved."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-def gradient_norm(module: nn.Module) -> Tensor:
-    """The norm of all gradients of a module."""
-    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+def gradient_norms(model: SER) -> dict[str, Tensor]:
+    """The norm of all gradients of the encoder, and of SER's projectors."""
+    norms = {}
+    for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
+        gradients = [p.grad for p in part.parameters() if p.grad is not None]
+        norms[name] = nn.utils.get_total_norm(gradients)
+    return norms
+
+def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
+    """The model on its device, ready to be trained there."""
+    if device.type == "cuda" and ranks > 1:     # there is no CPU version: ranks normalise their own
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
+        for block in (module for module in model.modules() if isinstance(module, Block)):
+            block.compile(dynamic=True)
+    return model.to(device)
 
 def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
     """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. stop: a
     list that a signal handler fills (see `main`); once a signal came, the run saves and exits with
-    128 + its number. Raises UserError.
-
-    Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl
-    every --log-every steps and whenever it saves; views.png once. No generator is saved, as every
-    draw has a seed of its own.
-    """
+    128 + its number. Raises UserError."""
     device, rank, ranks = setup()
     check(cfg, ranks)
     source = list_images(cfg.data) if cfg.data else draw_images(4096, cfg.image_size, seed=0)[0]
@@ -1176,31 +1218,15 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: try "
             f"{len(source) // ranks * ranks}")
     steps = max(1, round(cfg.epochs * per_epoch))
-    model = build(cfg).to(device)
-    if device.type == "cuda" and ranks > 1:     # there is no CPU version: ranks normalise their own
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            block.compile(dynamic=True)
+    model = placed(build(cfg), cfg, device, ranks)
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     path = Path(cfg.out, "last.pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = [os.path.basename(item) for item in source] if cfg.data else []
-    images = f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
-    identity = dict(program=cfg.program, images=images, config=vars(cfg))
+    identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
     start = resume(path, identity, model, optimizer)
-    b2 = cfg.b2_images(ranks) * ranks
-    log = Log(cfg, start, steps, dict(
-        images=images, start=start, steps=steps, ranks=ranks, b2=b2, ratio=b2 / cfg.batch_size,
-        lr=cfg.lr, warmup=cfg.warmup, device=device.type, torch=torch.__version__,
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad)))
-    # Without device_ids, which would move Geometry to the GPU (see there). DDP finds a parameter
-    # that gets no gradient, and raises.
+    log = Log(cfg, model, identity["images"], start, steps)
+    # No device_ids: they would move Geometry to the GPU. DDP raises if a parameter gets no gradient.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
-    loader = iter(torch.utils.data.DataLoader(
-        cfg.dataset(source), worker_init_fn=leave_signals, pin_memory=device.type == "cuda",
-        batch_sampler=batch_keys(len(source), cfg, start, steps, rank, ranks),
-        num_workers=min(cfg.workers, os.cpu_count() or 1)))
+    loader = load(cfg, source, batch_keys(len(source), cfg, start, steps, rank, ranks))
     try:
         for step in range(start, steps):
             done = step + 1
@@ -1221,27 +1247,18 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             # Backward.
             optimizer.zero_grad()
             losses["loss"].backward()
-            if logs:
-                losses["grad_encoder"] = gradient_norm(model.base.encoder)
-                losses["grad_equiv"] = gradient_norm(model.heads)
+            norms = gradient_norms(model) if logs else {}
             # Step, with the schedules.
             cfg.before_step(optimizer, step / per_epoch)
             optimizer.step()
+            # Log, save and stop, where due.
             log.bar.update()
-            # Log, save and stop, where due. Ranks agree by their CPUs, without waiting for GPUs.
-            counts = torch.tensor([len(stop), len(log.broken)])
-            if ranks > 1:
-                dist.all_reduce(counts, dist.ReduceOp.MAX)
-            stopping, broken = counts.tolist()     # signals that came, and broken files
-            require(broken <= max(3, len(source) / 1000),
-                    f"{broken} images cannot be read, more than 1 in 1000: repair or remove them")
+            stopping = log.agree(len(stop), len(source))
             if logs or stopping:
-                loss = log.record(done, losses | {"lr": optimizer.param_groups[0]["lr"]})
-                require(math.isfinite(loss), f"step {done}: the loss is {loss}; log.jsonl shows "
-                        "how it came to that; try a lower --base-lr with a new --out")
+                log.record(done, losses | norms | {"lr": optimizer.param_groups[0]["lr"]})
             if rank == 0 and (saves or stopping):
-                save_whole(path, dict(
-                    identity, step=done, shape=model.base.encoder.shape, model=model.state_dict(),
+                save_whole(path, identity | dict(
+                    step=done, shape=model.base.encoder.shape, model=model.state_dict(),
                     optimizer=optimizer.state_dict()))
             if stopping and done < steps:
                 log.say(f"saved at step {done} of {steps}; the same command continues")
