@@ -994,8 +994,8 @@ def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
 
 # ==== 9. Training =================================================================================
 # Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl
-# every --log-every steps and whenever it saves; views.png once. No generator is saved, as every draw
-# has a seed of its own.
+# every --log-every steps and whenever it saves; views.png once. No generator is saved, as every
+# draw has a seed of its own.
 
 def setup() -> tuple[torch.device, int, int]:
     """(device, rank, ranks): under torchrun a GPU, or a CPU process, per rank; else one process."""
@@ -1224,7 +1224,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
     start = resume(path, identity, model, optimizer)
     log = Log(cfg, model, identity["images"], start, steps)
-    # No device_ids: they would move Geometry to the GPU. DDP raises if a parameter gets no gradient.
+    # No device_ids: they would move Geometry to the GPU. DDP raises for one without gradient.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = load(cfg, source, batch_keys(len(source), cfg, start, steps, rank, ranks))
     try:
