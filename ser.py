@@ -1224,7 +1224,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
     start = resume(path, identity, model, optimizer)
     log = Log(cfg, model, identity["images"], start, steps)
-    # No device_ids: they would move Geometry to the GPU. DDP raises for one without gradient.
+    # Without device_ids: they would move Geometry to the GPU. DDP raises for unused parameters.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = load(cfg, source, batch_keys(len(source), cfg, start, steps, rank, ranks))
     try:
