@@ -1,5 +1,20 @@
-"""pytest undoes the filter of ser.py for torchvision's announcement that its decoders will go."""
+"""What the tests of several scripts share."""
+import pytest
+from torchvision.utils import save_image
+
+import ser
 
 def pytest_configure(config):
-    """Called by pytest before it collects the tests."""
+    """Ignore that torchvision's decoders will go, as ser.py does: pytest undoes its filter."""
     config.addinivalue_line("filterwarnings", "ignore:The image decoding and encoding")
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """24 training and 10 validation images of two classes."""
+    root = tmp_path_factory.mktemp("data")
+    for part, n, seed in (("train", 24, 1), ("val", 10, 2)):
+        for i, image in enumerate(ser.draw_images(n, 20, seed)[0]):
+            folder = root / part / "ab"[i % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            save_image(image.float() / 255, folder / f"{i}.png")
+    return root

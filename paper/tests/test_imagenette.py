@@ -16,7 +16,6 @@ import sys
 import pytest
 import torch
 from torch.utils.data import default_collate
-from torchvision.utils import save_image
 
 import eval_linear
 import ser
@@ -66,17 +65,6 @@ def small_and_without_figure():
         patch.setattr(imagenette, "write_png", lambda *_: None)
         patch.setattr(imagenette, "Settings", lambda **how: settings(**how | {"epochs": 2}))
         yield
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """24 training and 10 validation images of two classes."""
-    root = tmp_path_factory.mktemp("data")
-    for part, n, seed in (("train", 24, 1), ("val", 10, 2)):
-        for i, image in enumerate(ser.draw_images(n, 20, seed)[0]):
-            folder = root / part / "ab"[i % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            save_image(image.float() / 255, folder / f"{i}.png")
-    return root
 
 @pytest.fixture(scope="module")
 def done(data, tmp_path_factory):

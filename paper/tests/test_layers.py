@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from torchvision.utils import save_image
 
 import ser
 from paper.experiments import imagenette, layers
@@ -59,17 +58,6 @@ def test_all_runs_of_drawn_images_are_valid_settings(argv, depth):
         assert not imagenette.finished(cfgs[0], 100)     # checks the settings
     if depth == 6:
         assert len(found) == 20 and len(figure_runs(base)) == 9     # as the header says
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """24 training and 10 validation images of two classes."""
-    root = tmp_path_factory.mktemp("data")
-    for part, n, seed in (("train", 24, 1), ("val", 10, 2)):
-        for i, image in enumerate(ser.draw_images(n, 20, seed)[0]):
-            folder = root / part / "ab"[i % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            save_image(image.float() / 255, folder / f"{i}.png")
-    return root
 
 def call(data, out, *more):
     """Exit code, stdout and the commands of the runs that were trained."""
