@@ -38,7 +38,7 @@ import eval_linear
 import ser
 from eval_linear import Settings
 from paper.experiments.curves import empty_figure, records, series, write_png
-from ser import Config, require
+from ser import Common, Config, require
 
 PROGRAM = "paper.experiments.imagenette"
 ARMS: dict[str, dict[str, Any]] = {
@@ -64,12 +64,14 @@ def flag(name: str, value: Any) -> list[str]:
         words.append(str(value))
     return words
 
-def flags(cfg: Config) -> list[str]:
-    """The arguments of ser.py that give cfg: all that is not a default."""
+def flags(cfg: Common) -> list[str]:
+    """The arguments of its program that give cfg: all that is not a default, and without --data
+    all that a default for drawn images would replace."""
+    replaced = () if cfg.data else cfg.drawn
     found: list[str] = []
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        if value != field.default:
+        if value != field.default or field.name in replaced:
             found += flag(field.name, value)
     return found
 
@@ -89,12 +91,12 @@ def steps_of(cfg: Config, images: int) -> int:
             f"{images} images are less than --batch-size {cfg.batch_size}")
     return max(1, round(cfg.epochs * (images // cfg.batch_size)))
 
-def finished(cfg: Config, total: int) -> bool:
-    """Whether the run in cfg.out has done `total` steps. Raises UserError for settings that are
-    wrong, or are not those of the run that is there."""
+def finished(cfg: Common, total: int, build: Callable[[Any], Any] = ser.build) -> bool:
+    """Whether the run in cfg.out has done `total` steps. build: what makes its model. Raises
+    UserError for settings that are wrong, or are not those of the run that is there."""
     ser.check(cfg, 1)
     with torch.device("meta"):
-        ser.build(dataclasses.replace(cfg, init=""))     # raises for layers that are not there
+        build(dataclasses.replace(cfg, init=""))     # raises for layers that are not there
     path = Path(cfg.out, "last.pt")
     if not path.exists():
         return False
@@ -107,10 +109,10 @@ def finished(cfg: Config, total: int) -> bool:
             "other images, use a new --out")
     return state["step"] == total
 
-def train(cfg: Config) -> None:
+def train(cfg: Common, build: Callable[[Any], Any] = ser.build) -> None:
     """Run, or continue, cfg, and print the command that does the same. A stop signal lets it save,
     then raises SystemExit; the third ends at once."""
-    tqdm.write(f"python ser.py {shlex.join(flags(cfg))}", file=sys.stderr)
+    tqdm.write(f"python {cfg.program} {shlex.join(flags(cfg))}", file=sys.stderr)
     stop: list[int] = []
 
     def remember(number: int, frame: Any) -> None:
@@ -121,14 +123,14 @@ def train(cfg: Config) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(number, remember) for number in numbers]
     try:
-        ser.train(cfg, stop=stop)
+        ser.train(cfg, build, stop)
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
     if stop:     # during the last step, after which training ends by itself
         raise SystemExit(128 + stop[0])
 
-def minutes(cfg: Config) -> float:
+def minutes(cfg: Common) -> float:
     """How long the steps of a run took: a record has the rate since the one before."""
     total = 0.0
     last = 0
@@ -154,7 +156,7 @@ def once(path: Path, settings: dict[str, Any],
     eval_linear.write_json(path, found)
     return found
 
-def evaluate(cfg: Config, random_init: bool = False,
+def evaluate(cfg: Common, random_init: bool = False,
              heads: Sequence[str] = ("linear", "MLP")) -> dict[str, float]:
     """All that is measured on a finished run, by name, or on the encoder that it began with."""
     column = "untrained" if random_init else "trained"
@@ -208,10 +210,14 @@ def gradients(cfg: Config, paths: Sequence[str],
 # ==== Report ======================================================================================
 Rows = dict[str, dict[str, dict[str, Any]]]     # measure -> column -> values, mean, std
 
+def over_seeds(values: list[float]) -> dict[str, Any]:
+    """The values of the seeds, their mean, and std (n - 1; None for one seed)."""
+    std = stdev(values) if len(values) > 1 else None
+    return {"values": values, "mean": mean(values), "std": std}
+
 def compare(found: dict[str, list[dict[str, float]]]) -> Rows:
-    """found[column]: for each seed, what was measured, by name. Returns for each name and column
-    the values of the seeds, their mean, and std (n - 1; None for one seed); the last two columns
-    are differences within a seed."""
+    """found[column]: for each seed, what was measured, by name. Returns `over_seeds` for each name
+    and column; the last two columns are differences within a seed."""
     rows: Rows = {}
     for name in found["ser"][0]:
         columns = {}
@@ -220,14 +226,13 @@ def compare(found: dict[str, list[dict[str, float]]]) -> Rows:
         for other in ("control", "moco"):
             pairs = zip(columns["ser"], columns[other])
             columns[f"ser - {other}"] = [a - b for a, b in pairs]
-        rows[name] = {}
-        for column, values in columns.items():
-            std = stdev(values) if len(values) > 1 else None
-            rows[name][column] = {"values": values, "mean": mean(values), "std": std}
+        rows[name] = {column: over_seeds(values) for column, values in columns.items()}
     return rows
 
-def cell(name: str, value: dict[str, Any]) -> str:
-    """mean ± std, with two digits after the point for what is named a percentage."""
+def cell(name: str, value: dict[str, Any] | None) -> str:
+    """mean ± std, with two digits after the point for what is named a percentage; "-" for None."""
+    if value is None:
+        return "-"
     digits = 2 if "%" in name else 3
     text = f"{value['mean']:.{digits}f}"
     if value["std"] is not None:
@@ -359,6 +364,10 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
 
 def resumable(work: Callable[[], None]) -> None:
     """Do the work; a stop becomes one line and SystemExit, 128 + the number of its signal."""
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)     # of all but `train`, which has its own
     try:
         work()
     except (KeyboardInterrupt, SystemExit) as stopped:
@@ -366,6 +375,8 @@ def resumable(work: Callable[[], None]) -> None:
         if code:     # --help has none
             tqdm.write("stopped; the same command continues", file=sys.stderr)
         raise SystemExit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; returns the exit code: 0, 2 after one line, or 128 + a signal."""

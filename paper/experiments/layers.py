@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, Sequence
 
 import torch
@@ -91,9 +90,7 @@ def summary(measured: list[dict[str, float]], depth: int) -> dict[str, dict[str,
             names[f"{element} {measure}"] = f"{element}: {measure}, block {depth}"
     found = {}
     for title, name in names.items():
-        values = [one[name] for one in measured]
-        std = stdev(values) if len(values) > 1 else None
-        found[title] = {"values": values, "mean": mean(values), "std": std}
+        found[title] = imagenette.over_seeds([one[name] for one in measured])
     return found
 
 def draw(figure: Any, points: Grid, rows: imagenette.Rows, base: Config) -> None:

@@ -103,10 +103,10 @@ def test_a_second_call_trains_and_measures_nothing_and_prints_the_same(data, don
 def test_a_stopped_arm_continues_to_the_same_weights(data, done, tmp_path, monkeypatch):
     real = ser.train
 
-    def stopped(cfg, stop):
+    def stopped(cfg, build, stop):
         if cfg.out.endswith("control-0"):
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(cfg, stop=stop)
+        return real(cfg, build, stop)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     handlers = [signal.getsignal(number) for number in numbers]
