@@ -30,8 +30,9 @@ import torch
 
 import eval_linear
 import ser
-from paper.experiments import imagenette
 from paper.experiments.curves import empty_figure, write_png
+from paper.experiments.runs import (CPU, ELEMENTS, GPU, Rows, evaluate, finished, minutes,
+                                    over_seeds, resumable, shared, steps_of, table, train)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.layers"
@@ -83,17 +84,17 @@ def runs(base: Config, points: Grid, out: Path, seeds: Sequence[int]) -> dict[st
 
 # ==== Report ======================================================================================
 def summary(measured: list[dict[str, float]], depth: int) -> dict[str, dict[str, Any]]:
-    """Of one run, for each seed what imagenette.evaluate found: the columns of the table."""
+    """Of one run, for each seed what evaluate found: the columns of the table."""
     names = {"linear, top-1 %": "linear, top-1 %", "20-NN, top-1 %": "20-NN, top-1 %"}
     for measure in ("score", "retrieval"):
-        for element in imagenette.ELEMENTS:
+        for element in ELEMENTS:
             names[f"{element} {measure}"] = f"{element}: {measure}, block {depth}"
     found = {}
     for title, name in names.items():
-        found[title] = imagenette.over_seeds([one[name] for one in measured])
+        found[title] = over_seeds([one[name] for one in measured])
     return found
 
-def draw(figure: Any, points: Grid, rows: imagenette.Rows, base: Config) -> None:
+def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
     """Left, by the layer of L_equiv; right, by the layer after which [CLS] enters. Thin lines are
     seeds; on the axis to the right, dotted, the score of Table 3 after the last block."""
     panels = [panel for panel in ("layer", "cls") if panel in points]
@@ -107,7 +108,7 @@ def draw(figure: Any, points: Grid, rows: imagenette.Rows, base: Config) -> None
         axes.plot(places, [one["mean"] for one in accuracy], "o-", color="tab:green")
         axes.set(xlabel=titles[panel], ylabel="linear, top-1 %", xticks=places)
         right = axes.twinx()
-        for element in imagenette.ELEMENTS:
+        for element in ELEMENTS:
             scores = [row[f"{element} score"]["mean"] for row in found]
             right.plot(places, scores, ":", label=element)
         right.set(ylabel="score after the last block (dotted)")
@@ -132,8 +133,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config, Grid]
     require(not taken, f"{' '.join(taken)}: the runs differ in it, leave it out")
     size = DRAWN
     if options.data:
-        size = imagenette.GPU if torch.cuda.is_available() else imagenette.CPU
-    base = imagenette.shared(options.data, size, rest)
+        size = GPU if torch.cuda.is_available() else CPU
+    base = shared(options.data, size, rest)
     require(base.ratio > 0, "--ratio 0 leaves SER no images")
     points = grid(base)
     panels = options.panels or list(points)
@@ -148,38 +149,38 @@ def work(argv: Sequence[str] | None) -> None:
     images = len(ser.list_images(base.data)) if base.data else DRAWN_IMAGES
     if base.data:
         eval_linear.collect(eval_linear.Settings(data=base.data, test=()), base.image_size)
-    total = imagenette.steps_of(base, images)
+    total = steps_of(base, images)
     out = Path(options.out)
     configs = runs(base, points, out, options.seeds)
     for cfgs in configs.values():
         for cfg in cfgs:     # a mistake shows now, too
-            imagenette.finished(cfg, total)
+            finished(cfg, total)
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
     for place in range(len(options.seeds)):
         for name, cfgs in configs.items():
-            if not imagenette.finished(cfgs[place], total):
-                imagenette.train(cfgs[place])
-            measured[name].append(imagenette.evaluate(cfgs[place], heads=("linear",)))
+            if not finished(cfgs[place], total):
+                train(cfgs[place])
+            measured[name].append(evaluate(cfgs[place], heads=("linear",)))
 
     rows = {name: summary(found, base.depth) for name, found in measured.items()}
-    table = {}
+    shown = {}
     for panel, its_points in points.items():
         for point, settings in its_points.items():
-            table[f"{panel}: {point}"] = rows[run_name(base, settings)]
-    text = imagenette.table(table)
-    spent = sum(imagenette.minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
+            shown[f"{panel}: {point}"] = rows[run_name(base, settings)]
+    text = table(shown)
+    spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
     text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
              f"{base.batch_size}, {spent:.0f} minutes of training in all.")
     eval_linear.write_json(out / "layers.json", {
         "seeds": options.seeds, "images": images, "steps": total, "minutes": spent,
-        "settings": vars(base), "grid": points, "rows": table, "text": text})
+        "settings": vars(base), "grid": points, "rows": shown, "text": text})
     draw(figure, points, rows, base)
     write_png(figure, out / "layers.png")
     print(text)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the grid and print; returns the exit code: 0, 2 after one line, or 128 + a signal."""
-    return ser.guard(PROGRAM, lambda: imagenette.resumable(lambda: work(argv)))
+    return ser.guard(PROGRAM, lambda: resumable(lambda: work(argv)))
 
 if __name__ == "__main__":
     ser.leave(main())

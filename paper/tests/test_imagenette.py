@@ -16,11 +16,13 @@ import sys
 import pytest
 import torch
 from torch.utils.data import default_collate
+from torchvision.transforms.functional import to_pil_image
 
 import eval_linear
 import ser
-from paper.experiments import curves, imagenette
-from paper.experiments.imagenette import ELEMENTS
+from paper.evaluations import corruptions
+from paper.experiments import curves, imagenette, measures, runs
+from paper.experiments.runs import ELEMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 TOY = shlex.split("--image-size 16 --patch-size 4 --dim 16 --depth 2 --heads 2 --cls-layer 1 "
@@ -32,13 +34,14 @@ REAL_FIGURE = imagenette.empty_figure
 REAL_DRAW = imagenette.draw
 REAL_PNG = imagenette.write_png
 
-def call(data, out, *more, seeds=("0", "1")):
+def call(data, out, *more, seeds=("0", "1"), without=("corruptions",)):
     """Exit code, stdout and messages (stderr without the bars) of the script, at a toy size."""
     printed = io.StringIO()
     said = []
     argv = ["--data", str(data), "--out", str(out), "--seeds", *seeds, *TOY, *more]
+    argv += ["--without", *without] if without else []
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imagenette.tqdm, "write", lambda text, **_: said.append(text))
+        patch.setattr(runs.tqdm, "write", lambda text, **_: said.append(text))
         code = imagenette.main(argv)
     return code, printed.getvalue(), [line for line in said if not line.startswith("images ")]
 
@@ -58,12 +61,12 @@ def read(path):
 @pytest.fixture(autouse=True, scope="module")
 def small_and_without_figure():
     """The figure has a test of its own; heads learn for 2 epochs in place of 50."""
-    settings = imagenette.Settings
+    settings = runs.Settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(imagenette, "empty_figure", lambda *_: None)
         patch.setattr(imagenette, "draw", lambda *_: None)
         patch.setattr(imagenette, "write_png", lambda *_: None)
-        patch.setattr(imagenette, "Settings", lambda **how: settings(**how | {"epochs": 2}))
+        patch.setattr(runs, "Settings", lambda **how: settings(**how | {"epochs": 2}))
         yield
 
 @pytest.fixture(scope="module")
@@ -157,7 +160,7 @@ def test_a_changed_checkpoint_or_setting_or_an_odd_file_is_measured_again(tmp_pa
         def measure():
             calls.append(number)
             return {"number": number}
-        return imagenette.once(file, {"n": setting}, measure)["number"]
+        return runs.once(file, {"n": setting}, measure)["number"]
 
     (tmp_path / "last.pt").write_bytes(b"one")
     assert [measured(1, 5, 6), measured(2, 5, 6)] == [1, 1]
@@ -194,6 +197,10 @@ def slow_values(out, name, column):
             found.append(mlp["linear"]["best"]["val"]["top1"])
         elif name.startswith("20-NN"):
             found.append(linear["knn"]["val"]["top1"])
+        elif "told" in name:
+            told = read(out / f"{run}-{seed}" / "transformations.json")
+            assert told["settings"]["layers"] == [1, 2]
+            found.append(told[which][name.split()[0]]["block 2" in name])
         else:
             element, measure, _, block = name.replace(":", "").replace(",", "").split()
             for row in linear["equivariance"]["rows"]:
@@ -209,6 +216,8 @@ def test_the_table_has_mean_and_std_of_the_seeds_and_of_the_paired_differences(d
     assert cells[0] == header
     assert all(set(cell) == {"-"} for cell in cells[1])
     names = ["linear, top-1 %", "20-NN, top-1 %", "MLP, top-1 %"]
+    for task in ("rotation", "flip"):
+        names += [f"{task} told, block 1, %", f"{task} told, block 2, %"]
     for element in ELEMENTS:
         names += [f"{element}: retrieval, block 1", f"{element}: retrieval, block 2",
                   f"{element}: score, block 2"]
@@ -237,14 +246,99 @@ def test_a_table_takes_every_number_from_its_own_place():
                                 "std": pytest.approx(math.sqrt(40.5))}
     assert rows["a"]["ser - control"]["values"] == [100.0, 107.0]
     assert rows["a"]["ser - moco"]["values"] == [200.0, 207.0]
-    lines = imagenette.table(rows).splitlines()
+    lines = runs.table(rows).splitlines()
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
         "b %", "12.00 ± 2.83", "22.00 ± 2.83", "32.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00",
         "20.00 ± 0.00"]
     assert len(set(map(len, lines))) == 1
 
+def encoder_weights(state):
+    return {name: weight for name, weight in state["model"].items()
+            if name.startswith("base.encoder.")}
+
+def test_the_encoder_is_kept_after_every_epoch_but_the_last(data, tmp_path, monkeypatch):
+    saved = {}
+    real = ser.save_whole
+
+    def recorded(path, state):
+        if path.name == "last.pt":
+            saved[state["step"]] = {n: w.clone() for n, w in encoder_weights(state).items()}
+        real(path, state)
+
+    monkeypatch.setattr(ser, "save_whole", recorded)
+    cfg = ser.parse(["--data", str(data), "--out", str(tmp_path), "--workers", "0", *TOY])
+    ser.train(measures.Kept(**vars(cfg) | {"epochs": 3.0}))
+    assert sorted(path.name for path in tmp_path.glob("epoch-*")) == ["epoch-1.pt", "epoch-2.pt"]
+    for epoch in (1, 2):
+        kept = ser.load_checkpoint(tmp_path / f"epoch-{epoch}.pt")
+        assert kept["step"] == 3 * epoch and "optimizer" not in kept
+        assert kept["model"].keys() == saved[3 * epoch].keys()
+        assert all(torch.equal(kept["model"][name], saved[3 * epoch][name]) for name in saved[3])
+    name = "base.encoder.norm.weight"
+    assert not torch.equal(saved[3][name], saved[6][name])
+
+def test_the_curve_of_20_nn_is_that_of_the_encoders_from_the_untrained_to_the_last(
+        data, done, tmp_path):
+    for run in ("moco-0", "ser-1"):
+        folder = done[0] / run
+        curve = read(folder / "curve.json")["curve"]
+        assert list(curve) == ["0", "1", "2"]
+        for epoch, name, column in (("0", "last.pt", True), ("1", "epoch-1.pt", False),
+                                    ("2", "last.pt", False)):
+            how = eval_linear.Settings(
+                data=str(data), checkpoint=str(folder / name), test=(), knn=True, workers=0,
+                random_init=column, out=str(tmp_path / f"{run}-{epoch}.json"))
+            # Fewer images than the curve takes, so that it has taken all of them.
+            assert curve[epoch] == eval_linear.evaluate(how)["knn"]["val"]["top1"]
+
+def test_corruptions_are_scored_by_severity_with_the_head_of_the_linear_probe(
+        data, done, tmp_path):
+    """Sets of uncorrupted images score what val does; in severity 5 the classes are exchanged."""
+    for path in (data / "val").glob("*/*.png"):     # the crops, as C's images are crops
+        crop = eval_linear.centre_crop(ser.read_image(str(path)), 16)
+        target = tmp_path / "crops" / path.relative_to(data / "val")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(crop).save(target)
+    for name in corruptions.CORRUPTIONS:
+        for severity in range(1, 6):
+            folder = shutil.copytree(tmp_path / "crops", tmp_path / "c" / name / str(severity))
+            if severity == 5:
+                first, second = sorted(folder.iterdir())
+                first.rename(folder / "between")
+                second.rename(first)
+                (folder / "between").rename(second)
+    run = shutil.copytree(done[0] / "ser-0", tmp_path / "ser-0")
+    cfg = ser.Config(out=str(run), data=str(data), workers=0)
+    for random_init, column in ((False, "trained"), (True, "untrained")):
+        best = read(run / f"linear-{column}.json")["linear"]["best"]["val"]["top1"]
+        found = measures.corrupted(cfg, tmp_path / "c", random_init)
+        by_severity = [found[f"corrupted, severity {severity}, %"] for severity in range(1, 6)]
+        assert by_severity == pytest.approx([best] * 4 + [100 - best])
+        assert found["corrupted, mean, %"] == pytest.approx((4 * best + 100 - best) / 5)
+
+def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(corruptions, "make", lambda *how: made.append(how))
+    strengths = {f"corrupted, severity {n}, %": 10.0 * n for n in range(1, 6)}
+    monkeypatch.setattr(measures, "corrupted",
+                        lambda *_: {"corrupted, mean, %": 30.0, **strengths})
+    out = shutil.copytree(done[0], tmp_path / "out")
+    code, printed, _ = call(data, out, "--workers", "0", without=())
+    assert code == 0 and made == [(str(out / "corrupted"), str(data), 10, 0, 0)]
+    assert "| corrupted, mean, %" in printed and "severity" not in printed
+    assert "corrupted, severity 5, %" in read(out / "imagenette.json")["rows"]
+
+@pytest.mark.parametrize("without, absent", [
+    ("mlp", "MLP"), ("moved", "told"), ("corruptions", "corrupted")])
+def test_what_is_left_out_is_not_measured(data, done, monkeypatch, without, absent):
+    monkeypatch.setattr(measures, "corrupted", lambda *_: {"corrupted, mean, %": 30.0})
+    cfg = ser.Config(**checkpoint(done[0], "ser-0")["config"])
+    found = imagenette.measure(cfg, [without], None)
+    every = imagenette.measure(cfg, [], None)
+    assert set(every) - set(found) == {name for name in every if absent in name} != set()
+
 def test_gradient_norms_are_those_of_the_two_terms_of_the_loss(data, done, monkeypatch):
-    monkeypatch.setattr(imagenette, "BATCHES", 1)
+    monkeypatch.setattr(measures, "BATCHES", 1)
     cfg = ser.Config(**checkpoint(done[0], "ser-1")["config"])
     path = done[0] / "ser-1" / "last.pt"
     paths = ser.list_images(str(data))
@@ -266,7 +360,7 @@ def test_gradient_norms_are_those_of_the_two_terms_of_the_loss(data, done, monke
         inv = total[0.0]
         equiv = total[0.5] - inv
         cosine = (inv @ equiv / inv.norm() / equiv.norm()).item()
-        found = imagenette.gradients(cfg, paths, start)
+        found = measures.gradients(cfg, paths, start)
         expected = {"inv": inv.norm().item(), "equiv": equiv.norm().item(), "cosine": cosine}
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
         assert found["inv"] > 0 and found["equiv"] > 0
@@ -276,7 +370,7 @@ def test_minutes_are_those_of_the_rates_between_records(tmp_path):
              {"step": 4, "images_per_s": 2.0}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cfg = ser.Config(out=str(tmp_path), batch_size=8)
-    assert imagenette.minutes(cfg) == pytest.approx((8 / 4 + 2 * 8 / 4 + 8 / 2) / 60)
+    assert runs.minutes(cfg) == pytest.approx((8 / 4 + 2 * 8 / 4 + 8 / 2) / 60)
 
 # ==== Mistakes ====================================================================================
 @pytest.mark.parametrize("more, words", [
@@ -284,7 +378,8 @@ def test_minutes_are_those_of_the_rates_between_records(tmp_path):
     (["--seeds", "-1"], "--seed -1"), (["--data", ""], "--data"),
     (["--data", "nowhere"], "nowhere"), (["--data", "{data}/train"], "no such folder"),
     (["--colour", "red"], "--colour"), (["--figure", "nowhere/a"], "nowhere"),
-    (["--group", "spin"], "spin")])
+    (["--group", "spin"], "spin"), (["--save-every", "5"], "--save-every"),
+    (["--without", "sleep"], "sleep")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(data, tmp_path, more, words):
     check_mistake(data, tmp_path, more, words)
 
@@ -309,7 +404,7 @@ def test_data_must_be_named(capsys):
 
 @pytest.mark.parametrize("damage", ["deleted", "empty"])
 def test_a_lost_log_is_one_line(data, done, tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(imagenette, "evaluate", lambda *_, **__: {"a": 1.0})
+    monkeypatch.setattr(imagenette, "measure", lambda *_, **__: {"a": 1.0})
     out = shutil.copytree(done[0], tmp_path / "out")
     log = out / "moco-1" / "log.jsonl"
     log.unlink()
@@ -344,11 +439,11 @@ def test_the_figure_shows_every_arm_its_retrieval_and_no_cosine_and_is_small(
               for axes in figure.axes]
     some = ["control", "ser"]
     every = ["untrained", "moco", "control", "ser"]
-    assert labels == [every[1:], some, some, every, every, every]
-    assert [axes.get_title() for axes in figure.axes][3:] == [
+    assert labels == [every[1:], some, some, every[1:], every, every, every, []]
+    assert [axes.get_title() for axes in figure.axes][4:7] == [
         f"{element}: patch retrieval" for element in ELEMENTS]
     rows = read(done[0] / "imagenette.json")["rows"]
-    lines = {line.get_label(): line for line in figure.axes[3].lines}
+    lines = {line.get_label(): line for line in figure.axes[4].lines}
     assert list(lines["ser"].get_ydata()) == [
         rows[f"rot90: retrieval, block {block}"]["ser"]["mean"] for block in (1, 2)]
     losses = {line.get_label(): line for line in figure.axes[1].lines}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ser
-from paper.experiments import imagenette, layers
+from paper.experiments import layers, runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 PAPERS = ser.Config()
@@ -55,7 +55,7 @@ def test_all_runs_of_drawn_images_are_valid_settings(argv, depth):
     assert base.data == "" and base.depth == depth and base.image_size == 32
     found = layers.runs(base, points, Path("out"), [0])
     for cfgs in found.values():
-        assert not imagenette.finished(cfgs[0], 100)     # checks the settings
+        assert not runs.finished(cfgs[0], 100)     # checks the settings
     if depth == 6:
         assert len(found) == 20 and len(figure_runs(base)) == 9     # as the header says
 
@@ -64,13 +64,13 @@ def call(data, out, *more):
     printed = io.StringIO()
     said = []
     argv = ["--data", str(data), "--out", str(out), *more, *TOY]
-    settings = imagenette.Settings
+    settings = runs.Settings
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imagenette, "Settings", lambda **how: settings(**how | {"epochs": 2}))
-        patch.setattr(imagenette, "CPU", dict(workers=0))
-        patch.setattr(imagenette, "GPU", dict(workers=0))
+        patch.setattr(runs, "Settings", lambda **how: settings(**how | {"epochs": 2}))
+        patch.setattr(layers, "CPU", dict(workers=0))
+        patch.setattr(layers, "GPU", dict(workers=0))
         patch.setattr(layers, "grid", lambda base: toy_grid)
-        patch.setattr(imagenette.tqdm, "write", lambda text, **_: said.append(text))
+        patch.setattr(runs.tqdm, "write", lambda text, **_: said.append(text))
         code = layers.main(argv)
     return code, printed.getvalue(), said
 

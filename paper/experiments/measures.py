@@ -1,0 +1,127 @@
+"""What paper.experiments.imagenette measures beside heads and equivariance: 20-NN after every epoch,
+transformation prediction, made corruptions, and the gradients of the two losses.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import default_collate
+
+import eval_linear
+import ser
+from paper.evaluations import robustness, transformations
+from paper.evaluations.corruptions import CORRUPTIONS, SEVERITIES
+from paper.experiments.runs import once
+from ser import Config
+
+BATCHES = 4                # of training, for the gradient norms
+CURVE = (2000, 1000)       # images of train and of val for the curve of 20-NN
+MOVED = (2000, 1000)       # the same for transformation prediction
+CORRUPTED = 10             # val images of a class that are corrupted
+
+class Kept(Config):
+    """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
+        super().before_step(optimizer, epoch)
+        path = Path(self.out, f"epoch-{round(epoch)}.pt")
+        if epoch > 0 and epoch == round(epoch) and not path.exists():
+            state = ser.load_checkpoint(path.with_name("last.pt"))     # of the step before
+            state["model"] = {name: weight for name, weight in state["model"].items()
+                              if name.startswith("base.encoder.")}
+            del state["optimizer"]
+            ser.save_whole(path, state)
+
+def neighbours(cfg: Config) -> dict[str, float]:
+    """Epoch -> 20-NN top-1 in percent of a part of the images, from the untrained encoder on."""
+    settings = eval_linear.Settings(data=cfg.data, test=(), workers=cfg.workers)
+    device = ser.setup()[0]
+
+    def measure() -> dict[str, Any]:
+        _, whole = eval_linear.collect(settings, cfg.image_size)
+        splits = {name: transformations.some(whole[name], n, cfg.seed)
+                  for name, n in zip(("train", "val"), CURVE)}
+        last = Path(cfg.out, "last.pt")
+        paths = {int(path.stem.split("-")[1]): path for path in last.parent.glob("epoch-*.pt")}
+        paths[round(cfg.epochs)] = last
+        encoders = {0: eval_linear.untrained(cfg.seed, ser.load_encoder(last).shape)}
+        encoders |= {epoch: ser.load_encoder(path) for epoch, path in sorted(paths.items())}
+        found = {}
+        for epoch, encoder in encoders.items():
+            frozen = eval_linear.Frozen(encoder.to(device), 1, settings, splits)
+            found[str(epoch)] = eval_linear.knn_splits(frozen)["val"]["top1"]
+        return {"curve": found}
+
+    return once(Path(cfg.out, "curve.json"), {"images": CURVE}, measure)["curve"]
+
+def moved(cfg: Config, column: str) -> dict[str, float]:
+    """How well turns and flips can be told from frozen tokens, after SER's block and the last."""
+    layers = (max(cfg.equiv_layers), cfg.depth)
+    path = Path(cfg.out, "transformations.json")
+    images, tests = MOVED
+    how = transformations.Settings(
+        data=cfg.data, checkpoint=str(Path(cfg.out, "last.pt")), layers=layers, images=images,
+        test_images=tests, workers=cfg.workers, out=str(path))
+    asked = dict(images=images, tests=tests, layers=layers, data=cfg.data)
+    result = once(path, asked, lambda: transformations.evaluate(how))
+    found = {}
+    for task in transformations.TASKS:
+        for layer, accuracy in zip(layers, result[column][task]):
+            found[f"{task} told, block {layer}, %"] = accuracy
+    return found
+
+def corrupted(cfg: Config, folder: Path, random_init: bool = False) -> dict[str, float]:
+    """Top-1 of the linear head on made corruptions, by severity and as the paper's mean."""
+    column = "untrained" if random_init else "trained"
+    how = robustness.Settings(
+        checkpoint=str(Path(cfg.out, "last.pt")), random_init=random_init, c=str(folder),
+        head=str(Path(cfg.out, f"linear-{column}-head.pt")), workers=cfg.workers,
+        out=str(Path(cfg.out, f"robustness-{column}.json")))
+    sets = robustness.evaluate(how)["sets"]
+    found = {}
+    for severity in SEVERITIES:
+        found[f"corrupted, severity {severity}, %"] = mean(
+            sets[f"c/{name}/{severity}"]["top1"] for name in CORRUPTIONS)
+    return {"corrupted, mean, %": mean(found.values()), **found}
+
+def gradients(cfg: Config, paths: Sequence[str],
+              checkpoint: Path | None = None) -> dict[str, float]:
+    """The norms of the gradients of L_inv and of lambda L_equiv by the weights of the blocks up to
+    the SER layer, where both act, and the cosine between the two, of a checkpoint or at the
+    beginning: means over the first batches of the run."""
+    device = ser.setup()[0]
+    model = ser.build(cfg)
+    if checkpoint is not None:
+        model.load_state_dict(ser.load_checkpoint(checkpoint)["model"])
+    weights = list(model.to(device).base.encoder.blocks[:max(cfg.equiv_layers)].parameters())
+    data = cfg.dataset(paths)
+    sums = torch.zeros(3)
+    for step, keys in enumerate(ser.batch_keys(len(paths), cfg, 0, BATCHES)):
+        loaded = default_collate([data[key] for key in keys])[0]
+        loaded = [(pixels.to(device), *draws) for pixels, *draws in loaded]
+        batch = ser.make_views(loaded, cfg, step)
+        parts = []
+        # SER.forward gives only the sum a gradient: beside 1e6 L_equiv, L_inv is below what counts.
+        for weight, scale in ((0.0, 1.0), (1e6, cfg.weight / 1e6)):
+            model.weight = weight
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = model(batch)["loss"]
+            found = torch.autograd.grad(loss, weights)
+            parts.append(scale * torch.cat([gradient.flatten() for gradient in found]))
+        inv, equiv = parts
+        cosine = F.cosine_similarity(inv, equiv, dim=0)
+        sums += torch.stack([inv.norm(), equiv.norm(), cosine]).cpu()
+    return dict(zip(("inv", "equiv", "cosine"), (sums / BATCHES).tolist()))
+
+def gradient_terms(cfg: Config, paths: Sequence[str]) -> dict[str, dict[str, float]]:
+    """`gradients` of a finished run, at its beginning and at its end."""
+    last = Path(cfg.out, "last.pt")
+
+    def measure() -> dict[str, Any]:
+        return {"untrained": gradients(cfg, paths), "trained": gradients(cfg, paths, last)}
+
+    return once(last.with_name("gradients.json"), {"data": cfg.data, "batches": BATCHES}, measure)

@@ -1,0 +1,205 @@
+"""What the experiments share: training the runs of a comparison, measuring them, and the table.
+
+Each run has a folder, in which `train` continues what is there, `finished` says whether it is done,
+and `once` keeps what was measured, for the checkpoint that it was measured on.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Callable, Sequence
+
+import torch
+from tqdm import tqdm
+
+import eval_linear
+import ser
+from eval_linear import Settings
+from paper.experiments.curves import records, series
+from ser import Common, Config, require
+
+ELEMENTS = ("rot90", "hflip", "scale")
+FREE = ("data", "out", "init", "workers", "log_every", "save_every", "compile")     # may change
+
+# Of runs on images. On two CPU cores an epoch of 9,469 images takes about two minutes; a GPU has
+# time for ViT-S, at its grid of 14 x 14, and for the paper's epochs.
+CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, equiv_layers=(2,),
+           batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, epochs=10.0,
+           warmup_epochs=1.0, workers=0, log_every=10)
+GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4)
+
+# ==== Training ====================================================================================
+def flag(name: str, value: Any) -> list[str]:
+    """A setting as arguments of ser.py."""
+    words = ["--" + name.replace("_", "-")]
+    if isinstance(value, tuple):
+        words += map(str, value)
+    elif value is not True:
+        words.append(str(value))
+    return words
+
+def flags(cfg: Common) -> list[str]:
+    """The arguments of its program that give cfg: all that is not a default, and without --data
+    all that a default for drawn images would replace."""
+    replaced = () if cfg.data else cfg.drawn
+    found: list[str] = []
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != field.default or field.name in replaced:
+            found += flag(field.name, value)
+    return found
+
+def shared(data: str, size: dict[str, Any], rest: Sequence[str], kind: type = Config) -> Any:
+    """The settings of all runs: `size`, but for what the arguments `rest` set. Raises UserError."""
+    given = {argument.partition("=")[0] for argument in rest}
+    words = flag("data", data) if data else []
+    for name, value in size.items():
+        if flag(name, value)[0] not in given:
+            words += flag(name, value)
+    return ser.parse([*words, *rest], kind)
+
+def steps_of(cfg: Config, images: int) -> int:
+    """How many steps a run takes. Raises UserError for settings that are wrong."""
+    ser.check(cfg, 1)
+    require(images >= cfg.batch_size,
+            f"{images} images are less than --batch-size {cfg.batch_size}")
+    return max(1, round(cfg.epochs * (images // cfg.batch_size)))
+
+def finished(cfg: Common, total: int, build: Callable[[Any], Any] = ser.build) -> bool:
+    """Whether the run in cfg.out has done `total` steps. build: what makes its model. Raises
+    UserError for settings that are wrong, or are not those of the run that is there."""
+    ser.check(cfg, 1)
+    with torch.device("meta"):
+        build(dataclasses.replace(cfg, init=""))     # raises for layers that are not there
+    path = Path(cfg.out, "last.pt")
+    if not path.exists():
+        return False
+    state = ser.load_checkpoint(path)
+    differ = [f"{name} {state['config'].get(name)} there, {value} here"
+              for name, value in vars(cfg).items()
+              if name not in FREE and state["config"].get(name) != value]
+    require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
+    require(state["step"] <= total, f"{path} has done {state['step']} steps, not {total}: it saw "
+            "other images, use a new --out")
+    return state["step"] == total
+
+def train(cfg: Common, build: Callable[[Any], Any] = ser.build) -> None:
+    """Run, or continue, cfg, and print the command that does the same. A stop signal lets it save,
+    then raises SystemExit; the third ends at once."""
+    tqdm.write(f"python {cfg.program} {shlex.join(flags(cfg))}", file=sys.stderr)
+    stop: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        stop.append(number)
+        if len(stop) == 3:
+            os._exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, remember) for number in numbers]
+    try:
+        ser.train(cfg, build, stop)
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+    if stop:     # during the last step, after which training ends by itself
+        raise SystemExit(128 + stop[0])
+
+def minutes(cfg: Common) -> float:
+    """How long the steps of a run took: a record has the rate since the one before."""
+    total = 0.0
+    last = 0
+    for step, rate in series(records(cfg.out), "images_per_s").items():
+        total += (step - last) * cfg.batch_size / rate / 60
+        last = step
+    return total
+
+def resumable(work: Callable[[], None]) -> None:
+    """Do the work; a stop becomes one line and SystemExit, 128 + the number of its signal."""
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)     # of all but `train`, which has its own
+    try:
+        work()
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        code = getattr(stopped, "code", 128 + signal.SIGINT)
+        if code:     # --help has none
+            tqdm.write("stopped; the same command continues", file=sys.stderr)
+        raise SystemExit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+# ==== Evaluation ==================================================================================
+def once(path: Path, settings: dict[str, Any],
+         measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the JSON file `path` holds if it is of the checkpoint beside it and of these settings;
+    else measure(), which is written there with both."""
+    digest = hashlib.sha256(path.with_name("last.pt").read_bytes()).hexdigest()
+    identity = json.loads(json.dumps({"of": digest, "asked": settings}))     # lists for tuples
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found | identity == found:
+            return found
+    tqdm.write(f"measuring {path}", file=sys.stderr)
+    path.unlink(missing_ok=True)     # eval_linear would not overwrite another checkpoint's result
+    found = measure() | identity
+    eval_linear.write_json(path, found)
+    return found
+
+def evaluate(cfg: Common, random_init: bool = False,
+             heads: Sequence[str] = ("linear", "MLP")) -> dict[str, float]:
+    """All that is measured on a finished run, by name, or on the encoder that it began with."""
+    column = "untrained" if random_init else "trained"
+    found = {}
+    for head in heads:
+        out = Path(cfg.out, f"{head}-{column}.json".lower())
+        how = Settings(data=cfg.data, checkpoint=str(Path(cfg.out, "last.pt")), test=(), cache=True,
+                       mlp=head == "MLP", equivariance=head == "linear", select_split=0.1,
+                       workers=cfg.workers, random_init=random_init, out=str(out))
+        asked = {name: value for name, value in vars(how).items()
+                 if name not in ("checkpoint", "workers", "out")}
+        result = once(out, asked, lambda: eval_linear.evaluate(how))
+        found[f"{head}, top-1 %"] = result["linear"]["best"]["val"]["top1"]
+        if head == "linear":
+            found["20-NN, top-1 %"] = result["knn"]["val"]["top1"]
+            for row in result["equivariance"]["rows"]:
+                for measure in ("retrieval", "score"):
+                    name = f"{row['element']}: {measure}, block {row['block']}"
+                    found[name] = row[column][measure]
+    return found
+
+# ==== Report ======================================================================================
+Rows = dict[str, dict[str, dict[str, Any]]]     # measure -> column -> values, mean, std
+
+def over_seeds(values: list[float]) -> dict[str, Any]:
+    """The values of the seeds, their mean, and std (n - 1; None for one seed)."""
+    std = stdev(values) if len(values) > 1 else None
+    return {"values": values, "mean": mean(values), "std": std}
+
+def cell(name: str, value: dict[str, Any] | None) -> str:
+    """mean ± std, with two digits after the point for what is named a percentage; "-" for None."""
+    if value is None:
+        return "-"
+    digits = 2 if "%" in name else 3
+    text = f"{value['mean']:.{digits}f}"
+    if value["std"] is not None:
+        text += f" ± {value['std']:.{digits}f}"
+    return text
+
+def table(rows: Rows) -> str:
+    """Aligned for the screen, and valid Markdown."""
+    lines = [["", *next(iter(rows.values()))]]
+    for name, columns in rows.items():
+        cells = [cell(name + column, value) for column, value in columns.items()]
+        lines.append([name, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
