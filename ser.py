@@ -1118,6 +1118,9 @@ class Log:
                      trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
                      device=next(model.parameters()).device.type, torch=torch.__version__)
         self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
+        if abs(facts["ratio"] - cfg.ratio) > 0.1 * cfg.ratio:
+            self.say(f"r is {facts['ratio']:.3g} in place of --ratio {cfg.ratio}: each of "
+                     f"{self.ranks} ranks takes a whole number of images into b2")
         facts |= {"command": " ".join(sys.argv), "config": vars(cfg)}
         print(json.dumps(facts), file=self.file)
         self.broken: set[str] = set()

@@ -1974,6 +1974,14 @@ def test_the_effective_ratio_is_in_the_first_record_and_on_the_screen(folder, tm
     assert (setting["b2"], setting["ratio"], setting["config"]["ratio"]) == (2, 0.25, 0.3)
     assert "0.25" in capsys.readouterr().err
 
+@pytest.mark.parametrize("ratio, warned", [(0.23, False), (0.3, True), (0.25, False), (0.0, False)])
+def test_a_ratio_that_is_off_by_more_than_a_tenth_is_told(folder, tmp_path, capsys, ratio, warned):
+    """Of 8 images 2 are in b2, which is .25, at .23 and at .3; .25 is off by a sixth of .3."""
+    settings = TOY | dict(data=folder, out=tmp_path, ratio=ratio, epochs=0.2)
+    assert ser.main(flags(**settings)) == 0
+    said = f"r is 0.25 in place of --ratio {ratio}"
+    assert (said in capsys.readouterr().err) == warned
+
 def run_main(settings, errors):
     """ser.main in a process of its own, as the head of a session, with its stderr in a file."""
     os.setsid()
