@@ -3,22 +3,23 @@
 Each adds a loss of its own to an invariance method. So they are siblings of ser.SER: ser.train runs
 them, and their checkpoints, logs and evaluation are those of ser.py.
 
-    f_v   = LN([CLS] of view v after block l)     l = 12, the final embedding, in their own papers
+    f_v   = LN([CLS] of view v after block l)     l = 12: the encoder's output, where their own
+                                                  papers, which have ResNets, have it
     L_inv = the base method's loss on the final [CLS] of views 1 and 2
     L_eq  = the method's own loss on f_1, f_2, ...
     loss  = L_inv + weight * L_eq
 
 The paper's table "layer decoupling" moves EquiMod and AugSelf to layer 3 (`--layer 3`), "keeping
 the rest of each method unchanged". `--base` chooses MoCo-v3, DINO or Barlow Twins.
+# Choice: at layer 3, too, f is [CLS], under a LayerNorm of its own, as in the release's AugSelf,
+the only one of which it has such code.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import Any, Callable, ClassVar, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,25 +27,28 @@ import ser
 from paper.methods import barlow_twins, dino
 from ser import INF, Batch, Encoded, Policy, View, ViT, info_nce, require, setting
 
-BASES = {     # name -> (its settings, what makes it of the encoder; None: ser.build)
+BASES = {     # name -> (its settings; encoder, settings -> base method, None: ser.build's MoCo-v3)
     "moco": (ser.Config, None),
     "dino": (dino.Settings, dino.DINO),
     "barlow": (barlow_twins.Settings, barlow_twins.BarlowTwins),
 }
 
 @dataclasses.dataclass(frozen=True)
-class Extra:
-    """What all four set otherwise than their base method, or beside it; `on` puts it above that."""
+class AddOnSettings:
+    """What all four set otherwise than their base method, or beside it. `settings_on` puts it in
+    front of the settings of a base method, which is what super() means below. Each of the four adds
+    a `weight`. Choice: one for every base method, although L_inv at chance, 2048 images, is 6.1 for
+    moco, 11.1 for dino and 1.0 for barlow."""
     layer: int = setting(12, 1, INF, "L_eq is on the [CLS] after this block (paper: 12 or 3)")
-    ratio: float = setting(0.0, 0, 1, "stays 0: b2 is SER's")
+    ratio: float = setting(0.0, 0, 1, "0: no b2, T for every image")
     # Choice: 0 also with --layer 3, as in the release's AugSelf: the early [CLS] has to exist.
     cls_layer: int = setting(0, 0, INF, "[CLS] enters after this block; 0: a plain ViT")
-    # Choice: MoCo-v3's T for all four, as the paper names no other. The release gives AugSelf and
-    # STL a T of their own, which its tables do not say; the flags for it are in their headers.
+    # Choice: MoCo-v3's T for all four, as the paper names no other. The release trains AugSelf and
+    # STL with other T, which the paper does not mention; their files have the flags for that.
     blur: tuple[float, ...] = setting((1.0, 0.1), 0, 1, "probability of blur, views 1 and 2")
     solarize: tuple[float, ...] = setting((0.0, 0.2), 0, 1, "that of solarization, views 1 and 2")
     drawn: ClassVar[dict[str, Any]] = dict(ratio=0.0, cls_layer=0, layer=4)
-    # Flags that only SER reads.
+    # Flags that only SER reads: refused.
     unused: ClassVar[tuple[str, ...]] = ("ratio", "equiv_layers", "group", "temperature")
 
     @property
@@ -54,19 +58,19 @@ class Extra:
         return (first._replace(blur=self.blur[0], solarize=self.solarize[0]),
                 second._replace(blur=self.blur[1], solarize=self.solarize[1]))
 
-def on(name: str, extra: type) -> type:
-    """The settings of an add-on on a base method: all fields; `extra`'s replace the base's."""
-    kind = BASES[name][0]
-    small = kind.drawn | extra.drawn
-    del small["equiv_layers"]
+def settings_on(name: str, own: type) -> type:
+    """The settings of an add-on on a base method: all fields; `own` ones replace the base's."""
+    of_base = BASES[name][0]
+    small = of_base.drawn | own.drawn
+    del small["equiv_layers"]     # SER's
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(extra, kind):
+    class Settings(own, of_base):
         base: str = setting(name, 0, 0, f"base method: {' '.join(BASES)}")
         drawn: ClassVar[dict[str, Any]] = small
 
-    Settings.__doc__ = extra.__doc__
-    Settings.__module__ = extra.__module__     # whose header --help shows
+    Settings.__doc__ = own.__doc__
+    Settings.__module__ = own.__module__     # whose header --help shows
     return Settings
 
 def base_method(cfg: Any, method: Callable[[ViT, Any], nn.Module] | None = None) -> nn.Module:
@@ -83,11 +87,12 @@ def base_method(cfg: Any, method: Callable[[ViT, Any], nn.Module] | None = None)
         require(count == 2, f"--{name} has {count} numbers: give two, one for each view")
     require(cfg.cls_layer < cfg.layer <= cfg.depth,
             f"--layer {cfg.layer}: [CLS] is after blocks {cfg.cls_layer + 1}..{cfg.depth}")
+    # ser.build puts SER around it: with ratio 0 one without heads, of which only the base is used.
     return ser.build(cfg, method or BASES[cfg.base][1]).base
 
 class AddOn(nn.Module):
-    """A base method's loss plus weight * an extra loss on the [CLS] of a layer. A method gives its
-    `heads` and overrides `extra`, and `views` if the encoder is to see other images."""
+    """A base method's loss plus weight * L_eq, on the [CLS] of a layer. A method gives its `heads`
+    and overrides `equivariance_loss`, and `views` if the encoder is to see other images."""
 
     def __init__(self, base: nn.Module, cfg: Any, heads: dict[str, nn.Module]):
         super().__init__()
@@ -96,14 +101,15 @@ class AddOn(nn.Module):
         self.weight = cfg.weight
         self.final = cfg.layer == base.encoder.depth
         self.heads = nn.ModuleDict(heads)
-        if not self.final:     # as in the release's AugSelf; the final one is normalised already
+        if not self.final:     # the final [CLS] has the encoder's LayerNorm
             self.heads["norm"] = nn.LayerNorm(base.encoder.dim, eps=1e-6)
 
     def views(self, batch: Batch) -> list[View]:
         """What the encoder sees, of which the base method gets the first two."""
         return batch.views
 
-    def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
+    def equivariance_loss(self, features: list[Tensor],
+                          views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """(L_eq, diagnostics) of the features (B, D) of every view; "equiv_chance" among them."""
         raise NotImplementedError
 
@@ -116,19 +122,20 @@ class AddOn(nn.Module):
     def forward(self, batch: Batch, diagnose: bool = False) -> dict[str, Tensor | float]:
         """`loss`, which carries the gradient, its parts `inv` and `equiv`, and diagnostics."""
         views = self.views(batch)
-        encoded = self.base.encoder([view.images[0] for view in views], [self.layer])
+        images = [view.images[0] for view in views]     # b1: without b2, all images
+        encoded = self.base.encoder(images, [self.layer])
         cls = [one.cls for one in encoded]
         inv = self.base(views[:2], cls[:2])
         features = [self.feature(one) for one in encoded]
-        equiv, found = self.extra(features, views)
+        equiv, found = self.equivariance_loss(features, views)
         losses = {"loss": inv + self.weight * equiv, "inv": inv.detach(), "equiv": equiv.detach()}
         if diagnose:     # 1: spread over the sphere, 0: collapsed to a point
             losses["feature_std"] = F.normalize(cls[0].detach().float(), dim=1).std(0).norm()
         return losses | self.base.diagnostics | found
 
 def perceptron(*widths: int, bias: bool) -> nn.Sequential:
-    """Linear layers without biases, each followed by BatchNorm and ReLU, but for the last one: it
-    has a bias if `bias`, and nothing follows."""
+    """A head of AugSelf and STL: linear layers without biases, each followed by BatchNorm and ReLU.
+    The last one has a bias if `bias`, and, unlike in ser.mlp, nothing follows it."""
     parts: list[nn.Module] = []
     fan_in = widths[0]
     for fan_out in widths[1:-1]:
@@ -137,16 +144,19 @@ def perceptron(*widths: int, bias: bool) -> nn.Sequential:
     return nn.Sequential(*parts, nn.Linear(fan_in, widths[-1], bias=bias))
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """InfoNCE from a (n, K) to b (n, K) and back: the sum, which is 4T ln(R n) at chance, and the
-    share of the rows of a that find their own row of b. Both sides carry gradient."""
+    """InfoNCE from a to b and back, (n, K) on each of R ranks: the sum, which is 4 temperature
+    ln(R n) at chance, and the share of the rows of a that find their own row of b."""
+    # Choice: keys carry gradient, those of other ranks too, as in STL's single process. In the
+    # release keys carry none, and in EquiMod's code only those of the own rank do.
     forth, top1 = info_nce(a, b, temperature)
     back, _ = info_nce(b, a, temperature)
     return forth + back, top1
 
-def main(extra: type, build: Callable[[Any], AddOn], argv: Sequence[str] | None = None) -> int:
+def main(own: type, build: Callable[[Any], AddOn], argv: Sequence[str] | None = None) -> int:
     """Train on the base method that the command line names; returns the exit code."""
+    # --base decides which flags there are: it is read before them.
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--base", nargs="?")
     base = reader.parse_known_args(argv)[0].base
-    kind = on(base if base in BASES else "moco", extra)     # base_method refuses another
+    kind = settings_on(base if base in BASES else "moco", own)     # base_method refuses another
     return ser.main(argv, kind, build)

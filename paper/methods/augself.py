@@ -5,22 +5,25 @@
     + AugSelf    43.7  67.55 / 87.62  13.30 / 25.35  53.74 / 76.68  17.62 / 28.66  64.97 / 90.73
     Layer decoupling: IN-1k top-1 67.55 at layer 12, 68.23 at layer 3 (`--layer 3`).
 
-    for (a, b) in ((1, 2), (2, 1)):
-        crop  = box of view a - box of view b               center y, center x, height, width
-        color = jitter of view a - jitter of view b         brightness, contrast, saturation, hue
-        L_eq += MSE(tanh(head_crop([f_a | f_b])), crop) + MSE(tanh(head_color([f_a | f_b])), color)
-    loss = L_inv + 0.5 * L_eq / 2
+    crop  = box of view a - box of view b               center y, center x, height, width
+    color = jitter of view a - jitter of view b         brightness, contrast, saturation, hue
+    L_eq  = mean over both orders (a, b) = (1, 2), (2, 1) of
+            MSE(tanh(head_crop([f_a | f_b])), crop) + MSE(tanh(head_color([f_a | f_b])), color)
+    loss  = L_inv + 0.5 * L_eq
 
     python -m paper.methods.augself                           drawn images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
     ... --blur 0.5 0.5 --solarize 0 0 --saturation 0.4        T of the release's AugSelf
-    ... --tasks rotation --out runs/augself-rotation          the release's variant, turned views
+    ... --tasks rotation --weight 0.3 --blur 0.5 0.5 --solarize 0 0 --saturation 0.4
+                                                              the release's variant, turned views
     python eval_linear.py --checkpoint runs/augself/last.pt --data /imagenet
 
 Its own paper has ResNets and, with MoCo-v2, f_2 from the momentum branch, without gradient. Here
 both features are online, as in its SimSiam version and in the release. The table's 43.7 M are with
-one head that the release does not train with; the two that it does make 44.2 M.
+one head that the release does not train with; the two that it does make 44.2 M. The release's
+script has weight 0.5 at layer 12, tries 0.5, 0.3, 0.1 and 0.03 at layer 3, and 0.05 to 3 with
+turned views; which one gave 68.23 it does not say.
 """
 from __future__ import annotations
 
@@ -37,35 +40,33 @@ from paper.methods import addon
 from ser import INF, TINY, Batch, Crop, Geometry, Jitter, Key, View, require, setting
 
 TASKS = ("crop", "color", "rotation")
-# Half of the views are turned, by 0 to 3: two are alike with probability 0.625^2 + 3 * 0.125^2, and
-# each of the other three answers has 0.1875. The loss at chance is the entropy.
-ROTATION_TOP1 = 0.4375
-ROTATION_CHANCE = -ROTATION_TOP1 * math.log(ROTATION_TOP1) - 0.5625 * math.log(0.1875)
+MOCO_SATURATION = 0.2     # ser.sample_jitter draws the factor from 1 - 0.2 to 1 + 0.2
 
 @dataclasses.dataclass(frozen=True)
-class Extra(addon.Extra):
+class AugSelfSettings(addon.AddOnSettings):
     """Base method + AugSelf."""
     out: str = setting("runs/augself", 0, 0, "folder of the run; a run that is there continues")
-    weight: float = setting(0.5, 0, INF, "of each task (AugSelf on ImageNet-100: 0.5)")
+    weight: float = setting(0.5, 0, INF, "of L_eq (release at layer 12, AugSelf: 0.5)")
     tasks: tuple[str, ...] = setting(("crop", "color"), 0, 0, f"what to predict: {' '.join(TASKS)}")
-    saturation: float = setting(0.2, TINY, 1, "strength of its jitter (MoCo-v3: 0.2, release: 0.4)")
+    saturation: float = setting(MOCO_SATURATION, TINY, 1,
+                                "the factor is up to so far from 1 (MoCo-v3: 0.2, release: 0.4)")
     mirror: str = setting("own", 0, 0, "whose flip mirrors a center: own, or first (official code)")
     program: ClassVar[str] = "-m paper.methods.augself"
 
-    def dataset(self, source: Any) -> Saturated:
-        """Draws of T at the strength of `saturation`."""
-        data = Saturated(source, self.policies, self.seed)
+    def dataset(self, source: Any) -> RescaledSaturation:
+        """Draws of T, with the range of `saturation`."""
+        data = RescaledSaturation(source, self.policies, self.seed)
         data.strength = self.saturation
         return data
 
-class Saturated(ser.Dataset):
-    """Images whose saturation changes by up to `strength` in place of 0.2."""
-    strength = 0.2
+class RescaledSaturation(ser.Dataset):
+    """Images whose saturation changes by up to `strength` in place of MoCo-v3's 0.2."""
+    strength = MOCO_SATURATION
 
     def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
         draws = []
         for crop, jitter in super().draw(key, image):
-            saturation = 1 + (jitter.saturation - 1) * self.strength / 0.2
+            saturation = 1 + (jitter.saturation - 1) * self.strength / MOCO_SATURATION
             draws.append((crop, jitter._replace(saturation=saturation)))
         return draws
 
@@ -73,12 +74,14 @@ def crops(first: Crop, second: Crop, mirror: str = "own") -> Tensor:
     """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
     shares of the image. A flip mirrors the image, and with it center x."""
     # Choice: each center is mirrored by the flip of its own view. The official code and the release
-    # mirror both by the first view's (mirror="first"): exchanging views then does not negate this.
+    # mirror both by the first view's (mirror="first"), which gives the displacement as that view
+    # shows it; exchanging the views then does not negate it.
     flip = first.flip if mirror == "first" else second.flip
     return box(first, first.flip) - box(second, flip)
 
 def box(crop: Crop, flip: Tensor) -> Tensor:
-    """(B, 4): center y, center x, height, width of a crop, mirrored where `flip` (B,) says so."""
+    """(B, 4): center y, center x, height, width of a collated Crop, whose fields are (B,) doubles,
+    mirrored where `flip` (B,) says so."""
     y = crop.top + crop.height / 2
     x = crop.left + crop.width / 2
     x = torch.where(flip, 1 - x, x)
@@ -86,7 +89,7 @@ def box(crop: Crop, flip: Tensor) -> Tensor:
 
 def colors(first: Jitter, second: Jitter, saturation: float = 0.2) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
-    ranges = torch.tensor([0.8, 0.8, 2 * saturation, 0.2])
+    ranges = torch.tensor([0.8, 0.8, 2 * saturation, 0.2])     # .6 to 1.4, twice; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
 
 def factors(jitter: Jitter) -> Tensor:
@@ -94,8 +97,14 @@ def factors(jitter: Jitter) -> Tensor:
     columns = [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue]
     return torch.stack(columns, dim=1).float()
 
+# A view is turned 0 times with probability 0.625 and 1, 2 or 3 times with 0.125 each. So two views
+# differ by 0 with 0.625^2 + 3 * 0.125^2 and by 1, 2, 3 with 0.1875 each; chance is the entropy.
+ROTATION_TOP1 = 0.4375
+ROTATION_CHANCE = -ROTATION_TOP1 * math.log(ROTATION_TOP1) - 0.5625 * math.log(0.1875)
+
 def turn(view: View) -> View:
-    """The view with, in half of the images, 0 to 3 quarter turns, which its geometry then tells."""
+    """The view with half of its images turned by 0 to 3 quarter turns, and its geometry, on a grid
+    of pixels. The draws repeat in a resumed run: ser.train seeds torch for every step and rank."""
     images = view.images[0]
     chosen = torch.rand(len(images)) < 0.5
     turns = torch.randint(4, (len(images),)) * chosen
@@ -114,7 +123,8 @@ class AugSelf(addon.AddOn):
         self.mirror = cfg.mirror
 
     def views(self, batch: Batch) -> list[View]:
-        # Choice: the base method, too, sees the turned views, as in the release.
+        # Choice: the base method, too, sees the turned views, as in the release, which then
+        # predicts nothing else. Here crop and color can be, too: those of the view before its turn.
         if "rotation" in self.tasks:
             return [turn(view) for view in batch.views]
         return batch.views
@@ -127,31 +137,32 @@ class AugSelf(addon.AddOn):
             return colors(first.jitter, second.jitter, self.saturation)
         return (first.geometry.turns - second.geometry.turns) % 4
 
-    def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """The sum of the tasks' losses, both orders of the views in one batch of 2B rows. Chance is
-        a head that always says 0; for rotation, one that knows how often each answer is right."""
+    def equivariance_loss(self, features: list[Tensor],
+                          views: list[View]) -> tuple[Tensor, dict[str, Any]]:
+        """The sum of the tasks' losses, both orders of the views in one batch of 2B rows. Chance:
+        a head that always says 0; for rotation, one that gives every answer its frequency."""
         f1, f2 = features
         pairs = torch.cat([torch.cat([f1, f2], dim=1), torch.cat([f2, f1], dim=1)])     # (2B, 2D)
         total = 0.0
         total_chance = 0.0
-        found = {}
+        log = {}
         for task in self.tasks:
-            forth = self.target(task, views[0], views[1])
-            back = self.target(task, views[1], views[0])
-            target = torch.cat([forth, back]).to(pairs.device)
-            said = self.heads[task](pairs).float()                                      # (2B, 4)
+            target12 = self.target(task, views[0], views[1])
+            target21 = self.target(task, views[1], views[0])
+            target = torch.cat([target12, target21]).to(pairs.device)
+            predicted = self.heads[task](pairs).float()                                 # (2B, 4)
             if task == "rotation":
-                loss = F.cross_entropy(said, target)
+                loss = F.cross_entropy(predicted, target)
                 chance = ROTATION_CHANCE
-                found["rotation_top1"] = (said.argmax(1) == target).float().mean()
-                found["rotation_top1_chance"] = ROTATION_TOP1
+                log["rotation_top1"] = (predicted.argmax(1) == target).float().mean()
+                log["rotation_top1_chance"] = ROTATION_TOP1
             else:
-                loss = F.mse_loss(said.tanh(), target)
+                loss = F.mse_loss(predicted.tanh(), target)
                 chance = target.square().mean()
-            found |= {task: loss.detach(), f"{task}_chance": chance}
+            log |= {task: loss.detach(), f"{task}_chance": chance}
             total = total + loss
             total_chance = total_chance + chance
-        return total, found | {"equiv_chance": total_chance}
+        return total, log | {"equiv_chance": total_chance}
 
 def build(cfg: Any) -> AugSelf:
     """The model of a run. Raises UserError."""
@@ -161,7 +172,7 @@ def build(cfg: Any) -> AugSelf:
     require(cfg.mirror in ("own", "first"), f"--mirror {cfg.mirror}: choose own or first")
     return AugSelf(addon.base_method(cfg), cfg)
 
-Settings = addon.on("moco", Extra)
+Settings = addon.settings_on("moco", AugSelfSettings)
 
 if __name__ == "__main__":
-    ser.leave(addon.main(Extra, build))
+    ser.leave(addon.main(AugSelfSettings, build))

@@ -8,7 +8,8 @@
     y_0, y_1, y_2 = project(f of the plain image, of view 1, of view 2)
     p_v = action(18 parameters of view v's augmentation)
     yhat_v = predict([y_0 | p_v])                                           v = 1, 2
-    L_eq = (InfoNCE([y_1; y_2] -> [yhat_1; yhat_2]) + InfoNCE(back)) / 2
+    y = [y_1; y_2], yhat = [yhat_1; yhat_2]
+    L_eq = (InfoNCE(y -> yhat) + InfoNCE(yhat -> y)) / 2                    each 2T * cross-entropy
     loss = L_inv + L_eq
 
     python -m paper.methods.equimod                           drawn images, on a CPU
@@ -18,8 +19,9 @@
 
 `eqgain` in the log is the mean of cos(y, yhat) - cos(y, y_0): above 0 the action is used.
 Its own paper has SimCLR and BYOL, a ResNet-50 and a projector 2048 wide. The negatives of its L_eq
-are other y and other yhat alike; here they are of the other side only, as in the release. Its L_inv
-and L_eq are means; here L_inv is MoCo-v3's sum of two directions, so that L_eq weighs half as much.
+are other y and other yhat alike; here they are of the other side only, as in the release. In its
+SimCLR version L_inv and L_eq are both means; here L_inv is MoCo-v3's sum of two directions, so that
+L_eq weighs half as much.
 """
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from paper.methods import addon
 from ser import INF, TINY, Jitter, Policy, View, mlp, ranks_and_rank, setting
 
 @dataclasses.dataclass(frozen=True)
-class Extra(addon.Extra):
+class EquiModSettings(addon.AddOnSettings):
     """Base method + EquiMod."""
     out: str = setting("runs/equimod", 0, 0, "folder of the run; a run that is there continues")
     weight: float = setting(1.0, 0, INF, "of L_eq (EquiMod, release: 1)")
@@ -51,20 +53,23 @@ class Extra(addon.Extra):
         return *super().policies, plain
 
 # Mean and standard deviation of every parameter under MoCo-v3's T, both views together.
-# Choice: the true ones. Those of the official code, and so of the release, have the deviations of a
-# jitter twice as strong, and for blur and solarization what no policy gives. A linear layer and
-# BatchNorm follow, so this changes only what each parameter weighs at the beginning.
-# Choice: the box is in shares of the image. Theirs is in pixels of the file, whatever its size.
-# Its constants are measured, on images of 500 x 375 pixels; all others are in closed form.
+# Choice: the true ones. Those of the official code, and so of the release, have the deviations of
+# jitter (.8, .8, .8, .2), the sigma of blur with probability .5, and flags of blur and solarization
+# that fit no probability. A linear layer and BatchNorm follow, so this, and another T, change only
+# what each parameter weighs at the beginning.
 PARAMETERS = {
+    # Choice: in shares of the image; theirs are in pixels of the file. Measured on images of 500 x
+    # 375 pixels; all the others are in closed form.
     "top": (0.140, 0.136),
     "left": (0.218, 0.161),
     "height": (0.720, 0.187),
     "width": (0.563, 0.173),
     "flip": (0.5, 0.5),
     "jittered": (0.8, 0.4),
-    "first": (1.2, math.sqrt(1.36)),       # operation, by number: 0 to 3 if jittered, else 0
-    "second": (1.4, math.sqrt(1.04)),      # ... else 1
+    # Which operation comes first (0 brightness, 1 contrast, 2 saturation, 3 hue), each equally
+    # often, or 0 without jitter, whose order is 0 1 2 3; which comes second; and so on.
+    "first": (1.2, math.sqrt(1.36)),
+    "second": (1.4, math.sqrt(1.04)),
     "third": (1.6, math.sqrt(1.04)),
     "fourth": (1.8, math.sqrt(1.36)),
     "brightness": (1.0, 0.4 * math.sqrt(0.8 / 3)),
@@ -81,16 +86,16 @@ def parameters(view: View) -> Tensor:
     """What T did to the images of a view, standardised, (B, 18) in the order of PARAMETERS."""
     crop = view.crop
     jitter = view.jitter
-    jittered = torch.zeros_like(jitter.gray)
+    jittered = torch.zeros_like(jitter.gray)     # one of four factors is not the default
     for name in ("brightness", "contrast", "saturation", "hue"):
         jittered |= getattr(jitter, name) != getattr(Jitter(), name)
-    columns = [crop.top, crop.left, crop.height, crop.width, crop.flip]
-    columns += [jittered, *jitter.order.unbind(1)]
-    columns += [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue, jitter.gray]
-    columns += [jitter.blur > 0, jitter.blur, jitter.solarize]
-    p = torch.stack([column.float() for column in columns], dim=1)
+    places = dict(zip(("first", "second", "third", "fourth"), jitter.order.unbind(1)))
+    values = crop._asdict() | jitter._asdict() | places
+    values |= {"jittered": jittered, "blurred": jitter.blur > 0, "sigma": jitter.blur,
+               "solarized": jitter.solarize}
+    columns = torch.stack([values[name].float() for name in PARAMETERS], dim=1)
     mean, std = torch.tensor(list(PARAMETERS.values())).unbind(1)
-    return (p - mean) / std
+    return (columns - mean) / std
 
 class EquiMod(addon.AddOn):
     """A base method with a network that acts on the embedding of the plain image."""
@@ -104,14 +109,16 @@ class EquiMod(addon.AddOn):
         super().__init__(base, cfg, dict(project=project, action=action, predict=predict))
         self.temperature = cfg.temperature
 
-    def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
+    def equivariance_loss(self, features: list[Tensor],
+                          views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """InfoNCE between the views' embeddings and their predictions, the mean of the two ways."""
-        # Choice: BatchNorm sees a view at a time, as in the release; officially all three at once.
-        y1, y2, y0 = (self.heads["project"](f) for f in features)
+        # Choice: BatchNorm sees a view at a time, as in the release; officially all three at once,
+        # which leaves y0 its offset from y1 and y2.
+        y1, y2, y0 = (self.heads["project"](f) for f in features)     # in the order of `policies`
         y = torch.cat([y1, y2])                                                         # (2B, 128)
         plain = torch.cat([y0, y0])
-        made = torch.cat([parameters(view) for view in views[:2]])                      # (2B, 18)
-        p = self.heads["action"](made.to(y.device))                                     # (2B, 128)
+        values = torch.cat([parameters(view) for view in views[:2]])                    # (2B, 18)
+        p = self.heads["action"](values.to(y.device))                                   # (2B, 128)
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))                 # (2B, 128)
         loss, top1 = addon.both_ways(y, predicted, self.temperature)
         with torch.no_grad():
@@ -125,7 +132,7 @@ def build(cfg: Any) -> EquiMod:
     """The model of a run. Raises UserError."""
     return EquiMod(addon.base_method(cfg), cfg)
 
-Settings = addon.on("moco", Extra)
+Settings = addon.settings_on("moco", EquiModSettings)
 
 if __name__ == "__main__":
-    ser.leave(addon.main(Extra, build))
+    ser.leave(addon.main(EquiModSettings, build))

@@ -5,12 +5,14 @@
     + STL        62.2  65.49 / 85.91  15.40 / 28.96  55.43 / 78.02  17.22 / 28.49  -
     Not decoupled in the paper; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
-    images 2i and 2i + 1 of a batch share the transformations (t1, t2) of their views
+    images 2i and 2i + 1 share, view by view, crop, colour jitter and grayscale: (t1, t2)
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
-    yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1             W(t): a D x D matrix
-    L_eq = InfoNCE(both ways) between e([f_1; f_2]) and e([yhat_1; yhat_2])
-    L_tr = InfoNCE(both ways) between u([t12; t21]) of the images 2i and that of the images 2i + 1
+    yhat_1, yhat_2 = W(the other image's t21) f_2, W(the other image's t12) f_1
+    L_eq = InfoNCE(both ways) between embed([f_1; f_2]) and embed([yhat_1; yhat_2])
+    L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of the images 2i and of the 2i + 1
     loss = L_inv + L_eq + 0.1 * L_tr
+    `read`, `embed` and `embed_code` are heads, W(t) is a D x D matrix, linear in t (head `hyper`);
+    STL's names: trans_backbone, equi_projector, trans_projector, hypernet.
 
     python -m paper.methods.stl                               drawn images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.stl --data /imagenet
@@ -18,7 +20,7 @@
     ... --crop-min 0.2 --blur 0.5 0.5 --solarize 0 0          T of the release's STL
     python eval_linear.py --checkpoint runs/stl/last.pt --data /imagenet
 
-Its own paper has STL-10 and a ResNet-18, and one InfoNCE over all rows of both sides for each loss.
+Its own code has STL-10 and a ResNet-18, and one InfoNCE over all rows of both sides for each loss.
 """
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ from paper.methods import addon
 from ser import INF, TINY, Crop, Jitter, Key, View, ranks_and_rank, require, setting
 
 @dataclasses.dataclass(frozen=True)
-class Extra(addon.Extra):
+class STLSettings(addon.AddOnSettings):
     """Base method + STL."""
     out: str = setting("runs/stl", 0, 0, "folder of the run; a run that is there continues")
-    weight: float = setting(1.0, 0, INF, "of L_eq and, times --reading, of L_tr (STL: 1)")
-    reading: float = setting(0.1, 0, INF, "weight of L_tr beside L_eq (STL: 0.1)")
+    weight: float = setting(1.0, 0, INF, "of L_eq + trans_weight * L_tr (STL: 1)")
+    trans_weight: float = setting(0.1, 0, INF, "of L_tr beside L_eq (STL: 0.1)")
     temperature: float = setting(0.2, TINY, INF, "of both InfoNCE (STL: 0.2)")
     program: ClassVar[str] = "-m paper.methods.stl"
     unused: ClassVar[tuple[str, ...]] = ("ratio", "equiv_layers", "group")
@@ -50,11 +52,12 @@ class Extra(addon.Extra):
 
 class Pairs(ser.Dataset):
     """The two images of a pair share crop, colour jitter and grayscale, view by view."""
-    square = torch.empty(3, 224, 224, device="meta")     # a shape, no pixels
+    square = torch.empty(3, 224, 224, device="meta")     # a shape; any square: Crop is in shares
 
     def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
-        """A flip, blur and solarization of the image's own; the rest is drawn for its partner, on a
-        square, so that images of different shapes are cut at the same shares of their sides."""
+        """Flip, blur and solarization are the image's own. The rest is the pair's, seeded by its
+        first image, key.partner, and drawn on a square, so that images of different shapes are cut
+        at the same shares of their sides."""
         # Choice: solarization, which STL's own T does not have, goes with blur.
         shared = super().draw(key._replace(index=key.partner), self.square)
         draws = []
@@ -74,6 +77,7 @@ def move(f: Tensor, t: Tensor, hyper: Tensor) -> Tensor:
     B x D x K products of features and codes, without the B matrices (151 MB for 256 images).
     """
     products = f[:, :, None] * t[:, None, :]                                            # (B, D, K)
+    # Row o of the matrix holds hyper_oik in the order of (i, k), as a row of the products does.
     return F.linear(products.flatten(1), hyper.view(f.shape[1], -1))
 
 class STL(addon.AddOn):
@@ -87,10 +91,11 @@ class STL(addon.AddOn):
             "embed": addon.perceptron(dim, 512, 128, bias=False),
             "embed_code": addon.perceptron(128, 128, 128, bias=False)})
         self.temperature = cfg.temperature
-        self.reading = cfg.reading
+        self.trans_weight = cfg.trans_weight
 
-    def extra(self, features: list[Tensor], views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """L_eq + reading * L_tr. At chance, each finds its row among all of its kind."""
+    def equivariance_loss(self, features: list[Tensor],
+                          views: list[View]) -> tuple[Tensor, dict[str, Any]]:
+        """L_eq + trans_weight * L_tr. At chance, each finds its row among all of its kind."""
         f1, f2 = features
         read = self.heads["read"]
         embed = self.heads["embed"]
@@ -98,18 +103,20 @@ class STL(addon.AddOn):
         hyper = self.heads["hyper"].weight
         t12 = read(torch.cat([f1, f2], dim=1))                                          # (B, 128)
         t21 = read(torch.cat([f2, f1], dim=1))
-        # Read from the partner, which shares nothing but the transformation.
+        # From codes of the pair's other image, which has another content: they can carry the
+        # transformation alone.
         moved1 = move(f2, exchange(t21), hyper)                                         # (B, D)
         moved2 = move(f1, exchange(t12), hyper)
         z = torch.cat([embed(f1), embed(f2)])                                           # (2B, 128)
         z_moved = torch.cat([embed(moved1), embed(moved2)])
-        action, action_top1 = addon.both_ways(z, z_moved, self.temperature)
+        loss_eq, action_top1 = addon.both_ways(z, z_moved, self.temperature)
         u_even = embed_code(torch.cat([t12[0::2], t21[0::2]]))                          # (B, 128)
         u_odd = embed_code(torch.cat([t12[1::2], t21[1::2]]))
-        reading, reading_top1 = addon.both_ways(u_even, u_odd, self.temperature)
+        loss_tr, reading_top1 = addon.both_ways(u_even, u_odd, self.temperature)
         rows = len(f1) * ranks_and_rank()[0]
-        chance = math.log(2 * rows) + self.reading * math.log(rows)
-        return action + self.reading * reading, {
+        chance = math.log(2 * rows) + self.trans_weight * math.log(rows)
+        return loss_eq + self.trans_weight * loss_tr, {
+            "loss_eq": loss_eq.detach(), "loss_tr": loss_tr.detach(),
             "equiv_chance": 4 * self.temperature * chance,
             "action_top1": action_top1, "action_top1_chance": 1 / (2 * rows),
             "reading_top1": reading_top1, "reading_top1_chance": 1 / rows}
@@ -122,7 +129,7 @@ def build(cfg: Any) -> STL:
             f"{math.ceil(cfg.batch_size / (2 * ranks)) * 2 * ranks}")
     return STL(addon.base_method(cfg), cfg)
 
-Settings = addon.on("moco", Extra)
+Settings = addon.settings_on("moco", STLSettings)
 
 if __name__ == "__main__":
-    ser.leave(addon.main(Extra, build))
+    ser.leave(addon.main(STLSettings, build))

@@ -18,6 +18,8 @@ from test_ser import TOY, close, flags, records, run_ranks, same_run, seeded, sh
 from test_ser import signals_stay_pytests   # noqa: F401, a fixture for every test here too
 
 METHODS = dict(augself=augself, equimod=equimod, stl=stl, essl=essl)
+OWN = dict(augself=augself.AugSelfSettings, equimod=equimod.EquiModSettings, stl=stl.STLSettings,
+           essl=essl.ESSLSettings)
 SMALL = {k: v for k, v in TOY.items() if k not in ("cls_layer", "equiv_layers", "ratio")}
 SMALL |= dict(layer=3, blur=(0.5, 0.5))
 COMMON = {k: v for k, v in SMALL.items() if k != "moco_hidden"}     # to all base methods
@@ -65,7 +67,7 @@ def test_the_loss_is_the_base_methods_plus_weight_times_the_extra_one(name, chan
     views = model.views(batch)
     cls = [model.base.encoder(view.images)[0].cls for view in views]
     close(losses["inv"], model.base(views[:2], cls[:2]))
-    extra, found = model.extra(cls, views)
+    extra, found = model.equivariance_loss(cls, views)
     close(losses["equiv"], extra)
     close(losses["loss"], losses["inv"] + 0.7 * extra)
     assert {"inv_top1", "inv_chance", "momentum", "equiv_chance", "feature_std"} <= set(losses) | {
@@ -94,7 +96,7 @@ def test_the_extra_loss_of_a_layer_reaches_the_blocks_before_it_alone(name):
     batch = drawn(cfg)
     views = model.views(batch)
     encoded = model.base.encoder([view.images[0] for view in views], [2])
-    model.extra([model.feature(one) for one in encoded], views)[0].backward()
+    model.equivariance_loss([model.feature(one) for one in encoded], views)[0].backward()
     reached = [block.norm1.weight.grad is not None for block in model.base.encoder.blocks]
     assert reached == [True, True, False]
     assert model.base.encoder.norm.weight.grad is None
@@ -193,7 +195,7 @@ BASES = {"dino": dict(hidden=16, outputs=24), "barlow": dict(hidden=16)}
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_other_bases(name, base):
     """With the base's own settings; every parameter gets a gradient there, too."""
-    kind = addon.on(base, METHODS[name].Extra)
+    kind = addon.settings_on(base, OWN[name])
     cfg = kind(**COMMON | LOCAL.get(name, {}) | BASES[base])
     model = shake(METHODS[name].build(cfg))
     found, losses = gradients(model, drawn(cfg))
@@ -206,7 +208,7 @@ def test_the_base_named_on_the_command_line_brings_its_flags(base, source, tmp_p
     """And its optimizer and schedules."""
     small = dict(base=base, out=tmp_path, local_size=8, epochs=0.5)
     words = flags(**COMMON | BASES[base] | small)
-    assert addon.main(essl.Extra, essl.build, words) == 0
+    assert addon.main(essl.ESSLSettings, essl.build, words) == 0
     first, *_, last = records(tmp_path)
     assert first["config"]["base"] == base and first["config"]["hidden"] == 16
     assert math.isfinite(last["loss"]) and last["grad_equiv"] > 0
@@ -267,7 +269,7 @@ def test_two_ranks_equal_one_process_in_value_and_gradient(tmp_path):
     ("essl", dict(local_size=10), "--local-size 10 .* try 12"),
     ("essl", dict(local_min=0.5), "--local-min 0.5 is larger than --local-max 0.14"),
     ("essl", dict(mode="rot"), "--mode rot: choose essl or inv"),
-    ("essl", dict(mode="inv", layer=2), "--mode inv .* --layer 2"),
+    ("essl", dict(mode="inv", layer=2), "--layer 2: --mode inv needs --base moco and --layer 3"),
     ("augself", dict(tasks=("crop", "hue")), "--tasks crop hue: choose among crop color rotation"),
     ("augself", dict(tasks=("crop", "crop")), "--tasks crop crop: .*once"),
     ("augself", dict(mirror="both"), "--mirror both: choose own or first"),
@@ -284,7 +286,7 @@ def test_a_wrong_flag_is_named_with_the_way_out(name, changes, message):
     (["--ratio", "0.5"], "--ratio 0.5: only SER reads it")])
 def test_a_wrong_flag_is_one_line_and_exit_code_2(words, message, source, tmp_path, capsys):
     small = flags(out=tmp_path, batch_size=8)
-    assert addon.main(augself.Extra, augself.build, small + words) == 2
+    assert addon.main(augself.AugSelfSettings, augself.build, small + words) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert error.startswith("-m paper.methods.augself: ")

@@ -130,7 +130,7 @@ def test_the_loss_is_the_mean_over_both_orders_of_the_views():
         said = model.heads[task](torch.cat([features[a, i], features[b, i]])[None])[0].tanh()
         target = model.target(task, views[a], views[b])[i]
         total = total + (said - target).square().sum() / 4 / 16
-    close(model.extra([*features], views)[0], total)
+    close(model.equivariance_loss([*features], views)[0], total)
 
 def test_a_head_is_three_layers_of_512():
     head = augself.build(settings("augself")).heads["crop"]
@@ -190,7 +190,7 @@ def test_rotations_loss_is_cross_entropy_over_both_orders():
     back = model.heads["rotation"](torch.cat([f2, f1], 1))
     k = views[0].geometry.turns - views[1].geometry.turns
     wanted = (F.cross_entropy(forth, k % 4) + F.cross_entropy(back, -k % 4)) / 2
-    loss, found = model.extra([f1, f2], views)
+    loss, found = model.equivariance_loss([f1, f2], views)
     close(loss, wanted)
     right = torch.cat([forth.argmax(1) == k % 4, back.argmax(1) == -k % 4]).float().mean()
     close(found["rotation_top1"], right)

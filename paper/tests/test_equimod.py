@@ -98,7 +98,7 @@ def test_the_loss_equals_a_slow_double_loop():
         for i in range(16):
             s = [(F.cosine_similarity(a[i], b[j], 0) / 0.3).exp() for j in range(16)]
             total = total - 2 * 0.3 * (s[i] / sum(s)).log() / 16 / 2
-    loss, found = model.extra([f1, f2, f0], views)
+    loss, found = model.equivariance_loss([f1, f2, f0], views)
     close(loss, total)
     gain = 0.0
     for i in range(16):
@@ -111,7 +111,7 @@ def test_the_loss_equals_a_slow_double_loop():
 def test_no_view_is_detached():
     cfg, model = toy("equimod")
     features = [*torch.randn(3, 8, 16, generator=seeded(2)).requires_grad_()]
-    loss, _ = model.extra(features, drawn(cfg).views)
+    loss, _ = model.equivariance_loss(features, drawn(cfg).views)
     for gradient in torch.autograd.grad(loss, features):
         assert gradient.abs().sum() > 0
 
@@ -134,7 +134,7 @@ def test_eqgain_is_above_0_for_an_exact_action_and_0_for_one_that_is_not_used():
         predict = nn.Linear(36, 18, bias=False)     # y_0 + p, or y_0
         predict.weight.data = torch.cat([torch.eye(18), used * torch.eye(18)], 1)
         model.heads["predict"] = predict
-        gain = model.extra([f1, f2, f0], views)[1]["eqgain"]
+        gain = model.equivariance_loss([f1, f2, f0], views)[1]["eqgain"]
         alone = torch.cat([F.cosine_similarity(f, f0) for f in (f1, f2)]).mean()
         close(gain, (1 - alone) * used)
         assert gain > 0.1 or not used

@@ -36,11 +36,11 @@ def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
         said = model.heads["turns"](features[2 + k][i])
         total = total - said.log_softmax(0)[k] / 32
         hits += int(said.argmax() == k)
-    loss, found = model.extra(features, views)
+    loss, found = model.equivariance_loss(features, views)
     close(loss, total)
     assert found["turns_top1"] == hits / 32 and found["turns_top1_chance"] == 0.25
     features[0] = features[1] = torch.zeros(8, 16)
-    close(model.extra(features, views)[0], loss)
+    close(model.equivariance_loss(features, views)[0], loss)
 
 def test_an_ignorant_head_has_the_loss_of_chance():
     cfg, model = toy("essl")
@@ -64,7 +64,7 @@ def test_a_head_that_sees_the_light_learns_the_turns():
         features.append(torch.stack(halves * 4, dim=1) - 0.5)
     optimizer = torch.optim.Adam(model.heads.parameters(), 1e-2)
     for _ in range(30):
-        loss, found = model.extra(features, views)
+        loss, found = model.equivariance_loss(features, views)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

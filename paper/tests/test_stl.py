@@ -119,7 +119,7 @@ def slow_contrast(a, b, temperature):
 
 def test_the_losses_equal_slow_loops():
     """Image by image: the transformation of an image is read from its partner."""
-    cfg, model = toy("stl", batch_size=4, reading=0.3, temperature=0.4)
+    cfg, model = toy("stl", batch_size=4, trans_weight=0.3, temperature=0.4)
     model.eval()     # so that a row can be told alone
     f1, f2 = torch.randn(2, 4, 16, generator=seeded(2))
 
@@ -139,7 +139,7 @@ def test_the_losses_equal_slow_loops():
     v = [head("embed_code", t) for t in (t12[1], t12[3], t21[1], t21[3])]
     action = slow_contrast(z, z_moved, 0.4) + slow_contrast(z_moved, z, 0.4)
     reading = slow_contrast(u, v, 0.4) + slow_contrast(v, u, 0.4)
-    loss, found = model.extra([f1, f2], [])
+    loss, found = model.equivariance_loss([f1, f2], [])
     close(loss, action + 0.3 * reading, 1e-4)
     assert found["equiv_chance"] == pytest.approx(1.6 * math.log(8) + 0.3 * 1.6 * math.log(4))
     assert (found["action_top1_chance"], found["reading_top1_chance"]) == (1 / 8, 1 / 4)
@@ -149,11 +149,11 @@ def test_neither_the_order_of_pairs_nor_that_within_all_pairs_matters(order):
     cfg, model = toy("stl")
     f1, f2 = torch.randn(2, 8, 16, generator=seeded(2), dtype=torch.float64)
     model.double()
-    loss, _ = model.extra([f1, f2], [])
-    other, _ = model.extra([f1[order], f2[order]], [])
+    loss, _ = model.equivariance_loss([f1, f2], [])
+    other, _ = model.equivariance_loss([f1[order], f2[order]], [])
     close(other, loss, 1e-9)
     torn = [0, 2, 1, 3, 4, 5, 6, 7]     # pairs of other images
-    other, _ = model.extra([f1[torn], f2[torn]], [])
+    other, _ = model.equivariance_loss([f1[torn], f2[torn]], [])
     assert abs(other - loss) > 1e-3
 
 def test_all_is_found_where_the_transformation_explains_the_views():
@@ -170,8 +170,8 @@ def test_all_is_found_where_the_transformation_explains_the_views():
     model.heads["read"].weight.data = torch.cat([-torch.eye(16), torch.eye(16)], 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stl, "move", lambda f, t, hyper: f + t)
-        found = model.extra(features, [])[1]
-        other = model.extra([f.roll(1, 0) for f in features], [])[1]     # pairs of other images
+        found = model.equivariance_loss(features, [])[1]
+        other = model.equivariance_loss([f.roll(1, 0) for f in features], [])[1]     # other pairs
     assert found["action_top1"] == 1 and found["reading_top1"] == 1
     assert other["action_top1"] < 1 and other["reading_top1"] < 1
 
