@@ -33,8 +33,8 @@ import ser
 from paper.evaluations import corruptions
 from paper.experiments import measures
 from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.runs import (CPU, ELEMENTS, GPU, Rows, evaluate, finished, flags, minutes,
-                                    once, over_seeds, resumable, shared, steps_of, table, train)
+from paper.experiments.runs import (CPU, ELEMENTS, GPU, Rows, evaluate, finished, flags, markdown,
+                                    minutes, over_seeds, resumable, shared, steps_of, train)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.imagenette"
@@ -179,7 +179,7 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
         names += [f"{element}: retrieval, block {layer}",
                   f"{element}: retrieval, block {cfg.depth}",
                   f"{element}: score, block {cfg.depth}"]
-    text = [table({name: rows[name] for name in names}), ""]
+    text = [markdown({name: rows[name] for name in names}), ""]
     for when in ("untrained", "trained"):
         inv, equiv, cosine = (mean(one[when][key] for one in terms)
                               for key in ("inv", "equiv", "cosine"))

@@ -26,18 +26,14 @@ import os
 from pathlib import Path
 from typing import Any, Sequence
 
-import torch
-
 import eval_linear
 import ser
 from paper.experiments.curves import empty_figure, write_png
-from paper.experiments.runs import (CPU, ELEMENTS, GPU, Rows, evaluate, finished, minutes,
-                                    over_seeds, resumable, shared, steps_of, table, train)
+from paper.experiments.runs import (ELEMENTS, Rows, base_settings, complete, count_images, evaluate,
+                                    markdown, minutes, over_seeds, resumable, steps_of)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.layers"
-DRAWN = dict(depth=6)     # beside the sizes of ser.py for drawn images
-DRAWN_IMAGES = 4096       # of ser.train
 
 # ==== The grid ====================================================================================
 Grid = dict[str, dict[str, dict[str, Any]]]     # panel -> point -> settings
@@ -131,11 +127,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config, Grid]
     given = {argument.partition("=")[0] for argument in rest}
     taken = given & {"--seed", "--equiv-layers", "--cls-layer", "--group", "--weight"}
     require(not taken, f"{' '.join(taken)}: the runs differ in it, leave it out")
-    size = DRAWN
-    if options.data:
-        size = GPU if torch.cuda.is_available() else CPU
-    base = shared(options.data, size, rest)
-    require(base.ratio > 0, "--ratio 0 leaves SER no images")
+    base = base_settings(options.data, rest)
     points = grid(base)
     panels = options.panels or list(points)
     wrong = [panel for panel in panels if panel not in points]
@@ -146,28 +138,18 @@ def work(argv: Sequence[str] | None) -> None:
     """Train and measure what is missing, and print. Raises UserError and SystemExit."""
     options, base, points = parse(argv)
     figure = empty_figure(10, 4)     # now, not after hours
-    images = len(ser.list_images(base.data)) if base.data else DRAWN_IMAGES
-    if base.data:
-        eval_linear.collect(eval_linear.Settings(data=base.data, test=()), base.image_size)
+    images = count_images(base)
     total = steps_of(base, images)
     out = Path(options.out)
     configs = runs(base, points, out, options.seeds)
-    for cfgs in configs.values():
-        for cfg in cfgs:     # a mistake shows now, too
-            finished(cfg, total)
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
-    for place in range(len(options.seeds)):
-        for name, cfgs in configs.items():
-            if not finished(cfgs[place], total):
-                train(cfgs[place])
-            measured[name].append(evaluate(cfgs[place], heads=("linear",)))
+    measured = complete(configs, total, lambda cfg: evaluate(cfg, heads=("linear",)))
 
     rows = {name: summary(found, base.depth) for name, found in measured.items()}
     shown = {}
     for panel, its_points in points.items():
         for point, settings in its_points.items():
             shown[f"{panel}: {point}"] = rows[run_name(base, settings)]
-    text = table(shown)
+    text = markdown(shown)
     spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
     text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
              f"{base.batch_size}, {spent:.0f} minutes of training in all.")

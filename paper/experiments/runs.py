@@ -35,6 +35,8 @@ CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, 
            batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, epochs=10.0,
            warmup_epochs=1.0, workers=0, log_every=10)
 GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4)
+DRAWN = dict(depth=6)     # beside the sizes of ser.py for drawn images
+DRAWN_IMAGES = 4096       # of ser.train
 
 # ==== Training ====================================================================================
 def flag(name: str, value: Any) -> list[str]:
@@ -137,6 +139,23 @@ def resumable(work: Callable[[], None]) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
 
+def base_settings(data: str, rest: Sequence[str]) -> Config:
+    """The settings that all runs share: of a size for the images and this machine, but for what
+    the arguments `rest` set. Raises UserError."""
+    size = DRAWN
+    if data:
+        size = GPU if torch.cuda.is_available() else CPU
+    base = shared(data, size, rest)
+    require(base.ratio > 0, "--ratio 0 leaves SER no images")
+    return base
+
+def count_images(base: Config) -> int:
+    """How many images runs train on. Raises UserError, also for data that cannot be evaluated."""
+    if not base.data:
+        return DRAWN_IMAGES
+    eval_linear.collect(eval_linear.Settings(data=base.data, test=()), base.image_size)
+    return len(ser.list_images(base.data))
+
 # ==== Evaluation ==================================================================================
 def once(path: Path, settings: dict[str, Any],
          measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -176,6 +195,25 @@ def evaluate(cfg: Common, random_init: bool = False,
                     found[name] = row[column][measure]
     return found
 
+Measured = dict[str, list[dict[str, float]]]     # name of a run -> for each seed, values by name
+
+def complete(configs: dict[str, list[Any]], total: int, measure: Callable[[Any], dict[str, float]],
+             builder: Callable[[str], Callable] = lambda name: ser.build) -> Measured:
+    """Train what has not done its `total` steps, and measure all; for each name and seed what
+    measure(settings) returns. builder: name of a run -> what makes its model."""
+    missing = set()
+    for name, cfgs in configs.items():
+        for cfg in cfgs:     # a mistake shows before any training
+            if not finished(cfg, total, builder(name)):
+                missing.add(cfg.out)
+    found: Measured = {name: [] for name in configs}
+    for of_a_seed in zip(*configs.values()):     # one seed after the other: a part is paired
+        for name, cfg in zip(configs, of_a_seed):
+            if cfg.out in missing:
+                train(cfg, builder(name))
+            found[name].append(measure(cfg))
+    return found
+
 # ==== Report ======================================================================================
 Rows = dict[str, dict[str, dict[str, Any]]]     # measure -> column -> values, mean, std
 
@@ -194,7 +232,7 @@ def cell(name: str, value: dict[str, Any] | None) -> str:
         text += f" ± {value['std']:.{digits}f}"
     return text
 
-def table(rows: Rows) -> str:
+def markdown(rows: Rows) -> str:
     """Aligned for the screen, and valid Markdown."""
     lines = [["", *next(iter(rows.values()))]]
     for name, columns in rows.items():

@@ -68,6 +68,7 @@ def settings_on(name: str, own: type) -> type:
     class Settings(own, of_base):
         base: str = setting(name, 0, 0, f"base method: {' '.join(BASES)}")
         drawn: ClassVar[dict[str, Any]] = small
+        added: ClassVar[tuple[str, ...]] = tuple(field.name for field in dataclasses.fields(own))
 
     Settings.__doc__ = own.__doc__
     Settings.__module__ = own.__module__     # whose header --help shows

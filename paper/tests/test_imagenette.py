@@ -246,7 +246,7 @@ def test_a_table_takes_every_number_from_its_own_place():
                                 "std": pytest.approx(math.sqrt(40.5))}
     assert rows["a"]["ser - control"]["values"] == [100.0, 107.0]
     assert rows["a"]["ser - moco"]["values"] == [200.0, 207.0]
-    lines = runs.table(rows).splitlines()
+    lines = runs.markdown(rows).splitlines()
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
         "b %", "12.00 ± 2.83", "22.00 ± 2.83", "32.00 ± 2.83", "42.00 ± 2.83", "10.00 ± 0.00",
         "20.00 ± 0.00"]

@@ -67,8 +67,8 @@ def call(data, out, *more):
     settings = runs.Settings
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "Settings", lambda **how: settings(**how | {"epochs": 2}))
-        patch.setattr(layers, "CPU", dict(workers=0))
-        patch.setattr(layers, "GPU", dict(workers=0))
+        patch.setattr(runs, "CPU", dict(workers=0))
+        patch.setattr(runs, "GPU", dict(workers=0))
         patch.setattr(layers, "grid", lambda base: toy_grid)
         patch.setattr(runs.tqdm, "write", lambda text, **_: said.append(text))
         code = layers.main(argv)
