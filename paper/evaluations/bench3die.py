@@ -1,6 +1,6 @@
 """Linear probe on 3DIEBench: the last column of the paper's Table 1.
 
-    torchrun --nproc_per_node=8 -m paper.evaluations.bench3die --data 3DIEBench \
+    torchrun --nproc_per_node=8 -m paper.evaluations.bench3die --data 3DIEBench \\
         --split val_images.npy --checkpoint runs/ser/last.pt
     python -m paper.evaluations.bench3die --data 3DIEBench --split val_images.npy --views 5
 
@@ -11,7 +11,7 @@ The result goes to bench3die.json beside the checkpoint. An interrupted run cont
 
 Paper: "linear probing on its 2D renderings"; the parameters of the renderings are not used. It
 leaves open the split, the views, the crops and the training. Here the protocol is that of ImageNet
-(eval_linear.py, with its flags), and three choices are tagged below. Classes are not balanced: a
+(eval_linear.py, with its flags), and four choices are tagged below. Classes are not balanced: a
 constant guess of the most frequent one is right on 16% of the validation objects.
 """
 from __future__ import annotations
@@ -54,14 +54,15 @@ class Settings(eval_linear.Settings):
     def result(self) -> Path:
         """Where the result goes."""
         path = super().result
-        return path if self.out else path.with_name(path.name.replace("eval", "bench3die", 1))
+        name = "bench3die" if self.views == VIEWS else f"bench3die-{self.views}-views"
+        return path if self.out else path.with_name(path.name.replace("eval", name, 1))
 
 def validation_objects(path: str) -> set[str]:
     """The objects "SYNSET/OBJECT" of the authors' list. Raises UserError."""
     require(os.path.isfile(path), f"--split {path}: no such file; download {LIST}")
     try:
         entries = numpy.load(path).tolist()     # unicode: no pickle
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         require(False, f"--split {path} is no list of names ({error}); download {LIST}")
     return {entry.strip("/") for entry in entries}
 
@@ -71,28 +72,29 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     require(os.path.isdir(cfg.data), f"--data {cfg.data}: no such folder; give that of 3DIEBench")
     require(not any(cfg.test), "--test: 3DIEBench has no other test sets")
     classes = sorted(entry.name for entry in os.scandir(cfg.data) if entry.is_dir())
-    missing = validation_objects(cfg.split)
+    to_find = validation_objects(cfg.split)     # crossed off as their folders are found
     sources: dict[str, list[str]] = {"train": [], "val": []}
     labels: dict[str, list[int]] = {"train": [], "val": []}
     for label, synset in enumerate(classes):
         objects = sorted(e.name for e in os.scandir(os.path.join(cfg.data, synset)) if e.is_dir())
         for name in objects:
             folder = os.path.join(cfg.data, synset, name)
-            if f"{synset}/{name}" in missing:
-                missing.remove(f"{synset}/{name}")
+            if f"{synset}/{name}" in to_find:
+                to_find.remove(f"{synset}/{name}")
                 sources["val"] += [os.path.join(folder, f"image_{v}.jpg") for v in range(cfg.views)]
                 labels["val"] += [label] * cfg.views
             else:
                 sources["train"].append(folder)
                 labels["train"].append(label)
-    require(not missing, f"--split {cfg.split}: {len(missing)} of its objects are not in "
-            f"--data {cfg.data}, as {min(missing, default='')}")
+    require(not to_find, f"--split {cfg.split}: {len(to_find)} of its objects are not in "
+            f"--data {cfg.data}, as {min(to_find, default='')}")
     for name, found in labels.items():
         require(set(found) == set(range(len(classes))) and len(classes) > 1,
                 f"--data {cfg.data}: {len(set(found))} of {len(classes)} synsets have objects to "
                 f"{'learn from' if name == 'train' else 'validate on'}: is it whole?")
     among = list(range(len(classes)))
     # Choice: images are resized without a crop, as the authors do: the object is centred and whole.
+    # Choice: normalised as ImageNet, which the encoder was trained on; the authors as 3DIEBench.
     splits = {name: Split(sources[name], torch.tensor(labels[name]), among, ready=True)
               for name in sources}
     guess = splits["val"].labels.bincount().max() / len(labels["val"])
@@ -104,21 +106,21 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
 
 class Views(Crops):
     """Crops whose items may be folders of objects. In training, (seed, epoch, object) draws which
-    of the renderings is seen; elsewhere, as for --knn, it is the first."""
+    of the renderings is seen; elsewhere (held-out, --knn, --cache) it is the first."""
 
     def __getitem__(self, key: tuple[int | None, int]) -> tuple[Tensor, int]:
         epoch, index = key
-        folder = self.split.source[index]
-        if not os.path.isdir(folder):
+        item = self.split.source[index]
+        if not os.path.isdir(item):
             return super().__getitem__(key)
         view = 0
         if epoch is not None:
             # Choice: one of the 50 in an epoch, as the authors do; no flip.
             draw = torch.randint(VIEWS, (), generator=rng(self.seed, "view", epoch, index))
             view = draw.item()
-        image = os.path.join(folder, f"image_{view}.jpg")
+        image = os.path.join(item, f"image_{view}.jpg")
         one = self.split._replace(source=[image], labels=self.split.labels[[index]])
-        return Crops(one, self.size, self.seed)[epoch, 0]
+        return Crops(one, self.size, self.seed)[epoch, 0]     # ready: whole, whatever the epoch
 
 def table(result: dict[str, Any]) -> str:
     """The paper's rows below those of the linear probe, for the screen."""

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchvision.models.detection import FasterRCNN
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
@@ -38,6 +37,7 @@ import ser
 from eval_linear import frozen_encoder
 from paper.evaluations import training
 from paper.evaluations.detector import detector
+from paper.evaluations.output import check_out
 from ser import INF, Key, UserError, require, rng, setting
 
 PAPER = {     # AP, AP50, AP75 (appendix A.3)
@@ -50,7 +50,8 @@ PAPER = {     # AP, AP50, AP75 (appendix A.3)
 # ==== 1. Settings =================================================================================
 @dataclasses.dataclass(frozen=True)
 class Settings(training.Settings):
-    """The settings of a run. Choice: what the paper does not name is ViTDet's."""
+    """The settings of a run. Choice: what the paper does not name is ViTDet's AdamW, with the usual
+    warmup, steps and sizes of Detectron2."""
     data: str = setting("", 0, 0, "folder of COCO 2017: annotations, train2017, val2017")
     iterations: int = setting(45000, 1, INF, "training steps (paper: 45k)")
     batch_size: int = setting(32, 1, INF, "images per step, over all ranks (paper: 32)")
@@ -68,7 +69,7 @@ class Settings(training.Settings):
     program: ClassVar[str] = "coco.py"
 
     def steps(self, n: int) -> int:
-        """Of the whole run, on any number n of images."""
+        """Steps of the whole run, on any number n of images."""
         return self.iterations
 
     def save_steps(self, n: int) -> int:
@@ -87,7 +88,7 @@ class Settings(training.Settings):
 # ==== 2. Data: COCO as it is downloaded ===========================================================
 class Photo(NamedTuple):
     """An image file and what is in it."""
-    number: int        # COCO's id of the image
+    image_id: int      # COCO's
     path: str
     boxes: Tensor      # (n, 4) left, top, right, bottom in pixels of the stored image
     labels: Tensor     # (n,) COCO's category ids, 1..90 with gaps
@@ -108,11 +109,11 @@ def photos(coco: Any, folder: str) -> list[Photo]:
     """All images of an index, in the order of their ids, with the boxes that a detector learns
     from: neither crowds nor boxes without an area."""
     found = []
-    for number in sorted(coco.imgs):
-        entry = coco.imgs[number]
+    for image_id in sorted(coco.imgs):
+        entry = coco.imgs[image_id]
         boxes = []
         labels = []
-        for item in coco.imgToAnns[number]:
+        for item in coco.imgToAnns[image_id]:
             left, top, width, height = item["bbox"]
             right = min(left + width, entry["width"])
             bottom = min(top + height, entry["height"])
@@ -120,13 +121,13 @@ def photos(coco: Any, folder: str) -> list[Photo]:
                 boxes.append([left, top, right, bottom])
                 labels.append(item["category_id"])
         path = os.path.join(folder, entry["file_name"])
-        found.append(Photo(number, path, torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
+        found.append(Photo(image_id, path, torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
                            torch.tensor(labels, dtype=torch.int64)))
     return found
 
 class Loaded(torch.utils.data.Dataset):
-    """ser.Key -> (image (3, h, w) uint8, boxes, labels, name of a broken file or ""). Mirrored or
-    not by (seed, epoch, index); with epoch None, as it is stored."""
+    """ser.Key -> (image (3, h, w) uint8, boxes, labels, image_id, name of a broken file or "").
+    Mirrored or not by (seed, epoch, index); with epoch None, as it is stored."""
     collate = staticmethod(list)     # images differ in size
 
     def __init__(self, source: Sequence[Photo], seed: int):
@@ -136,7 +137,7 @@ class Loaded(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor, Tensor, str]:
+    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor, Tensor, int, str]:
         photo = self.source[key.index]
         try:
             # The boxes are those of the stored pixels: unlike ser.read_image, no turn by EXIF.
@@ -144,7 +145,8 @@ class Loaded(torch.utils.data.Dataset):
                 image = pil_to_tensor(file.convert("RGB"))
         except Exception as error:     # Pillow raises what it likes
             nothing = torch.zeros(3, 64, 64, dtype=torch.uint8)
-            return nothing, photo.boxes[:0], photo.labels[:0], f"{photo.path} ({error})"
+            return (nothing, photo.boxes[:0], photo.labels[:0], photo.image_id,
+                    f"{photo.path} ({error})")
         boxes = photo.boxes
         if key.epoch is not None:
             # Choice: flips are the only augmentation.
@@ -154,14 +156,14 @@ class Loaded(torch.utils.data.Dataset):
                 width = image.shape[-1]
                 image = image.flip(-1)
                 boxes = torch.stack([width - right, top, width - left, bottom], 1)
-        return image, boxes, photo.labels, ""
+        return image, boxes, photo.labels, photo.image_id, ""
 
 # ==== 3. Training and average precision ===========================================================
 def inputs(batch: list[Any], device: torch.device) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """What Faster R-CNN takes: images in [0, 1], and their boxes and labels."""
     images = []
     targets = []
-    for image, boxes, labels, _ in batch:
+    for image, boxes, labels, *_ in batch:
         images.append(image.to(device, non_blocking=True).float() / 255)
         targets.append({"boxes": boxes.to(device), "labels": labels.to(device)})
     return images, targets
@@ -172,21 +174,19 @@ def detect(model: FasterRCNN, images: Loaded, cfg: Settings, device: torch.devic
     """What the detector finds in this rank's share of the images, in COCO's format of results, and
     the broken files."""
     model.eval()
-    keys = [Key(None, index, index, False) for index in range(rank, len(images), ranks)]
-    loader = DataLoader(images, max(1, cfg.batch_size // ranks), sampler=keys, collate_fn=list,
-                        num_workers=cfg.workers)
-    own = iter(images.source[rank::ranks])
+    # One image at a time: torchvision pads a batch to its largest image, tokens attend to the
+    # padding too, and the result would depend on an image's neighbours.
+    loader = training.loader_of_val(images, 1, cfg)
     found = []
     broken = set()
     for batch in tqdm(loader, "val2017", disable=rank > 0):
-        for output, (*_, name) in zip(model(inputs(batch, device)[0]), batch):
-            number = next(own).number
+        for output, (*_, image_id, name) in zip(model(inputs(batch, device)[0]), batch):
             if name:     # what is seen in its place is no detection
                 broken.add(name)
                 continue
             rows = zip(*(output[key].tolist() for key in ("boxes", "labels", "scores")))
             for (left, top, right, bottom), label, score in rows:
-                found.append(dict(image_id=number, category_id=label, score=score,
+                found.append(dict(image_id=image_id, category_id=label, score=score,
                                   bbox=[left, top, right - left, bottom - top]))
     return found, broken
 
@@ -211,13 +211,15 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     require(cfg.data != "", "--data: the folder of COCO 2017 is needed")
     device, rank, ranks = ser.setup()
     encoder, _, digest = frozen_encoder(cfg)
+    check_out(cfg.result, ".json", cfg.program)
     truth = annotations(cfg.data, "val2017")
     val = Loaded(photos(truth, os.path.join(cfg.data, "val2017")), cfg.seed)
     learned = photos(annotations(cfg.data, "train2017"), os.path.join(cfg.data, "train2017"))
-    # 1,021 images of train2017 have no boxes.
+    # Without 1,021 images that have no box to learn from.
     train = Loaded([photo for photo in learned if len(photo.boxes) > 0], cfg.seed)
     model = detector(encoder, max(truth.cats) + 1, cfg).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
+    # Choice: norms and biases decay, too.
     optimizer = torch.optim.AdamW(trained, cfg.lr, weight_decay=cfg.weight_decay)
 
     def loss_of(parallel: nn.Module, batch: list[Any]) -> training.LossAndBroken:
@@ -244,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         if ser.ranks_and_rank()[1] > 0:
             return
         title = f"{result['encoder']} encoder, {cfg.iterations} steps of {cfg.batch_size}"
-        note = "it teaches nothing, and in val nothing is found in it"
+        note = "black and without objects in training, and in val nothing is found in it"
         print(training.table(result, title, ("AP", "AP50", "AP75"), 3, PAPER, note))
         print(f"  {result['minutes']:.1f} minutes, written to {cfg.result}")
 

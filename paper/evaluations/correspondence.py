@@ -1,8 +1,9 @@
 """What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours; the paper has no such picture. It shows what L_equiv asks for (paper 3.3): the tokens of the
-same place in x and in rho_g(x) are each other's nearest. Green lines end at the right token, red
-ones elsewhere. The untrained encoder and those of all checkpoints see the same images.
+Ours; the paper has no such picture. L_equiv (3.3) draws the tokens of the same place in x and in
+rho_g(x) together, and away from those of other images. Whether they are also nearest among the
+tokens of their own image, which it does not ask for, is shown here. Green lines end at the right
+token, red ones elsewhere. The untrained encoder and those of all checkpoints see the same images.
 
     python -m paper.evaluations.correspondence --data PHOTOS \\
         --checkpoint runs/control/last.pt runs/ser/last.pt --label control SER
@@ -10,7 +11,8 @@ ones elsewhere. The untrained encoder and those of all checkpoints see the same 
 PHOTOS: image files and folders of any depth. Prints the share of the right tokens over `--images`
 images for a turn, a flip, a change of scale, and all three; writes correspondence.json and a PNG
 beside the first checkpoint. The copy is moved and nothing else: no jitter, so that what is seen is
-equivariance alone. Axes: N tokens of x, M tokens of rho_g(x), H x W token grid (rows first).
+equivariance alone. Axes: N tokens of x, M tokens of rho_g(x), H x W token grid (rows first), S side
+of what the encoder sees, k S side of a photograph, the smallest multiple of S from 224 on.
 """
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from torch import Tensor
 
 import eval_linear
 import ser
+from paper.evaluations.output import check_out
 from paper.evaluations.tsne import load_encoders
 from ser import INF, Geometry, ViT, require, setting
 
@@ -53,21 +56,21 @@ class Settings:
 
 class Match(NamedTuple):
     """Where the tokens of an image went."""
-    there: Tensor        # (N, 2) where they should be found: row and column, in tokens of the copy
-    found: Tensor        # (N, 2) the centre of the nearest token of the copy, likewise
+    expected: Tensor     # (N, 2) where their centres came to lie: row, column, in the copy's tokens
+    nearest: Tensor      # (N, 2) the centre of the copy's most similar token, likewise
 
     @property
     def distance(self) -> Tensor:
-        """(N,) tokens between the two, the larger of rows and columns."""
-        return (self.found - self.there).abs().amax(1)
+        """(N,) from `expected` to `nearest`, the larger of rows and columns."""
+        return (self.nearest - self.expected).abs().amax(1)
 
     @property
     def right(self) -> Tensor:
-        """(N,) whether it is the token in which the centre of the other came to lie."""
+        """(N,) whether `expected` lies in the token whose centre is `nearest`."""
         return self.distance <= 0.5 + 1e-4
 
 def draw_element(name: str, index: int, grid: int, seed: int) -> Geometry:
-    """The element of G for image `index`: of "turn" and "flip" never the identity."""
+    """The element of G for image `index`, never the identity of "turn" and "flip"."""
     g = ser.sample_geometry(1, grid, elements=ELEMENTS[name],
                             generator=ser.rng(seed, "correspondence", name, index))
     if name == "turn":
@@ -101,8 +104,8 @@ def match(encoder: ViT, image: Tensor, g: Geometry, layer: int) -> Match:
     z_copy = F.normalize(moved.float().flatten(2).mT[0], dim=1)                   # (M, D)
     nearest = (z @ z_copy.T).argmax(1).cpu()                                      # (N,)
     tokens = torch.tensor(g.grid)
-    there = destination(g, centres((encoder.grid, encoder.grid))) * tokens
-    return Match(there, centres(g.grid)[nearest] * tokens)
+    expected = destination(g, centres((encoder.grid, encoder.grid))) * tokens
+    return Match(expected, centres(g.grid)[nearest] * tokens)
 
 def shares(encoder: ViT, images: Tensor, layer: int, seed: int) -> dict[str, dict[str, float]]:
     """For every element, in percent over the tokens of normalised images (n, 3, S, S): the right
@@ -125,14 +128,14 @@ def draw_panel(panel: Any, photograph: Tensor, copy: Tensor, joined: Match, toke
     tokens of the one, by number, to those of the other."""
     from matplotlib.collections import LineCollection
     side = photograph.shape[-1]
-    grid = math.isqrt(len(joined.there))
+    grid = math.isqrt(len(joined.expected))
     cell = side // grid
     left = 1.12 * side                                      # the left edge of the copy
     height, width = copy.shape[-2:]
     panel.imshow(photograph.permute(1, 2, 0).numpy(), extent=(0, side, side, 0))
     panel.imshow(copy.permute(1, 2, 0).numpy(), extent=(left, left + width, height, 0))
     start = centres((grid, grid))[tokens] * side                                  # row, column
-    end = joined.found[tokens] * cell + torch.tensor([0, left])
+    end = joined.nearest[tokens] * cell + torch.tensor([0, left])
     lines = torch.stack([start, end], dim=1).flip(2)        # (lines, 2 ends, 2): column, row
     for right, colour, alpha in ((False, "red", 0.5), (True, "lime", 1.0)):
         chosen = lines[joined.right[tokens] == right].numpy()
@@ -140,7 +143,7 @@ def draw_panel(panel: Any, photograph: Tensor, copy: Tensor, joined: Match, toke
     panel.set(xlim=(0, left + 1.3 * side), ylim=(max(side, height), 0))
     panel.axis("off")
 
-def draw(path: Path, encoders: dict[str, ViT], photographs: Tensor, layer: int,
+def save_picture(path: Path, encoders: dict[str, ViT], photographs: Tensor, layer: int,
          cfg: Settings) -> None:
     """The picture: a row per element, each with a photograph of its own, a column per encoder.
     photographs: (n, 3, k S, k S) in [0, 1], of which the encoders see (S, S)."""
@@ -148,7 +151,7 @@ def draw(path: Path, encoders: dict[str, ViT], photographs: Tensor, layer: int,
     names = list(ELEMENTS)[:cfg.rows]
     figure = Figure(figsize=(3.4 * len(encoders), 1.7 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), len(encoders), squeeze=False)
-    for row, name in enumerate(names):
+    for row, name in enumerate(names):     # image `row`, moved as `shares` moves it
         photograph = photographs[row % len(photographs)]
         for column, (label, encoder) in enumerate(encoders.items()):
             g = draw_element(name, row, encoder.grid, cfg.seed)
@@ -191,21 +194,25 @@ def compare(cfg: Settings) -> dict[str, Any]:
     ser.check_ranges(cfg)
     require(all(cfg.data), "--data: which photographs? give image files or folders")
     picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("correspondence.png"))
-    require(os.access(picture.parent, os.W_OK), f"--out {picture}: cannot write there")
     require(importlib.util.find_spec("matplotlib") is not None,
             "the picture needs matplotlib: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, untrained=True)
+    check_out(picture, ".png", cfg.program)
+    check_out(picture.with_suffix(".json"), ".json", cfg.program)
     encoder = encoders["untrained"]
     for label, other in encoders.items():
         sizes = {(each.grid, each.patch_size, each.depth) for each in (encoder, other)}
         require(len(sizes) == 1, f"--checkpoint {label}: its grid, patch or depth is not that of "
                 f"{cfg.checkpoint[0]}: compare those that share them")
-    layer = cfg.layer or ser.load_checkpoint(cfg.checkpoint[0])["config"]["equiv_layers"][0]
+    config = ser.load_checkpoint(cfg.checkpoint[0])["config"]
+    layer = cfg.layer or config.get("equiv_layers", [0])[0]
+    require(layer > 0, f"--layer: {cfg.checkpoint[0]} names no layer of L_equiv: give one")
     require(layer <= encoder.depth, f"--layer {layer}: choose among 1..{encoder.depth}")
     paths, photographs = read_photographs(cfg, encoder.shape["image_size"])
-    draw(picture, encoders, photographs, layer, cfg)
+    save_picture(picture, encoders, photographs, layer, cfg)
     seen = ser.normalise(shrink(photographs, encoder)).to(encoder.cls_token.device)
-    result = {"settings": vars(cfg), "sha256": digests, "layer": layer, "images": paths,
+    result = {"program": cfg.program, "settings": vars(cfg), "sha256": digests, "layer": layer,
+              "images": paths,
               "picture": str(picture),
               "shares": {label: shares(each, seen, layer, cfg.seed)
                          for label, each in encoders.items()}}

@@ -3,8 +3,8 @@ paper/evaluations/robustness.py, which is the command line.
 
 The real data set consists of files that all papers share. What `make` makes is for data that have
 no C, as imagenette; it compares with nothing but itself, as the package imagecorruptions-imaug is
-not the original code (motion blur and snow without ImageMagick, frost from six pictures, not five).
-Axes: B images, F feature width.
+not the original code (motion blur and snow without ImageMagick, frost from six pictures, not five),
+and the resize in front of it is bicubic, not bilinear. Axes: B images of a chunk.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import ser
 from eval_linear import Frozen, Head, Split, centre_crop, labelled
 from ser import ViT, require
 
-# In the paper's order: AlexNet's mean top-1 error over severities, as AugMix's code has it.
+# AlexNet's top-1 error, mean over the severities (AugMix's code), in the paper's order of columns.
 ALEXNET = {"gaussian_noise": .886428, "shot_noise": .894468, "impulse_noise": .922640,
            "defocus_blur": .819880, "glass_blur": .826268, "motion_blur": .785948,
            "zoom_blur": .798360, "snow": .866816, "frost": .826572, "fog": .819324,
@@ -36,7 +36,8 @@ SEVERITIES = (1, 2, 3, 4, 5)
 SIDE = 224     # of C's images, pixels
 
 def score_images(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, Any]:
-    """Top-1 and top-5 in percent of a folder CLASS/*.JPEG, and its broken files: they are wrong."""
+    """Top-1 and top-5 in percent of a folder CLASS/*.JPEG, among all classes of the head, and its
+    broken files: they are wrong. Of cfg it reads batch_size, workers and seed."""
     _, split = labelled("--c", str(folder), head.classes)
     # The images are centre crops already: to enlarge and cut them, as those of val, would change
     # every number. They are only brought to the size of the encoder, where it has another one.
@@ -53,7 +54,7 @@ def score_images(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, 
         top1 += right[:, 0].sum().item()
         top5 += right.any(1).sum().item()
     n = len(labels)
-    return {"images": n, "classes": len(split.among), "top1": 100 * top1 / n,
+    return {"images": n, "class_folders": len(split.among), "top1": 100 * top1 / n,
             "top5": 100 * top5 / n, "broken": sorted(frozen.broken[name])}
 
 def mean_corruption_error(top1: dict[str, Sequence[float]]) -> float:
@@ -98,7 +99,7 @@ class Corrupted(Dataset):
         from imagecorruptions import corrupt
         seed = ser.seed_of(self.seed, name, severity, target.stem) % 2 ** 32
         numpy.random.seed(seed)
-        # Two have generators of their own, which are not seeded by numpy's.
+        # glass_blur and impulse_noise do not draw from numpy's global generator.
         own = {"seed": seed} if name in ("glass_blur", "impulse_noise") else {}
         changed = corrupt(image, severity, name, **own)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +120,9 @@ def make(folder: str, data: str, per_class: int, seed: int, workers: int) -> str
         kept = torch.cat(rows).tolist()
         source = [split.source[row] for row in kept]
         split = split._replace(source=source, labels=split.labels[kept])
+    names = {(Path(path).stem, label) for path, label in zip(split.source, split.labels.tolist())}
+    require(len(names) == len(split.source), f"--make: two images of a class of {data} differ in "
+            "their extension or folder alone: rename one")
     corrupted = Corrupted(split, classes, folder, seed)
     loader = DataLoader(corrupted, None, num_workers=min(workers, os.cpu_count() or 1))
     broken = [name for name in tqdm(loader, "corrupting") if name]

@@ -2,7 +2,7 @@
 (Li et al. 2022). A plain ViT has one map at one resolution, and objects come in all sizes; so the
 map of the last block is enlarged and reduced to five, by layers that are trained with the detector.
 
-Axes: B images, D width of the encoder, C channels, h x w pixels.
+Axes: B images, D width of the encoder, C channels, H x W places of a map, h x w pixels.
 """
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -58,20 +57,24 @@ class Pyramid(nn.Module):
         # places a box at 800 pixels in steps of 4.
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
             with torch.no_grad():
-                # Choice: the map of the last block alone, after the encoder's last LayerNorm.
+                # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
+                # training, tokens attend to the padding between an image and the batch's largest.
                 tokens = self.encoder([images], (last,))[0].maps[last].movedim(1, -1)
                 x = self.encoder.norm(tokens).movedim(-1, 1)
             maps = {name: level(x).float() for name, level in self.levels.items()}
-        maps["pool"] = F.max_pool2d(maps["3"], 1, 2)
+        maps["pool"] = maps["3"][:, :, ::2, ::2]
         return maps
 
 def detector(encoder: ViT, classes: int, cfg: Any) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
     images in [0, 1] of any size, brings their shorter side to cfg.min_size, unless the longer one
     would exceed cfg.max_size, and normalises them as the encoder was trained. New weights come from
-    cfg.seed. Raises UserError for other than five cfg.anchors, one for each level."""
+    cfg.seed. Raises UserError for other than five cfg.anchors, one for each level, and for a patch
+    from whose size torchvision would not find the scale of the levels."""
     given = " ".join(map(str, cfg.anchors))
     require(len(cfg.anchors) == 5, f"--anchors {given}: give five, one for each level")
+    require(math.log2(encoder.patch_size).is_integer(), f"--checkpoint: a patch of "
+            f"{encoder.patch_size} pixels: the detector needs a power of two")
     torch.manual_seed(seed_of(cfg.seed, "detector"))
     sides = tuple((side,) for side in cfg.anchors)
     ratios = ((0.5, 1.0, 2.0),) * 5

@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from tqdm import tqdm
 
 import eval_linear
 import ser
 from eval_linear import Crops, Split
 from paper.evaluations import training
+from paper.evaluations.output import check_out
 from paper.methods.dino import StochasticBlock
 from ser import INF, Key, ViT, normalise, require, rng, setting
 
@@ -70,11 +71,11 @@ class Settings(training.Settings):
 
     @property
     def name(self) -> str:
-        """Of the result."""
+        """The name of the result's file."""
         return "finetune" if self.fraction == 1 else f"finetune-{self.fraction:g}"
 
     def steps(self, n: int) -> int:
-        """Of the whole run, on n images."""
+        """Steps of the whole run, on n images."""
         return self.epochs * self.save_steps(n)
 
     def save_steps(self, n: int) -> int:
@@ -82,7 +83,7 @@ class Settings(training.Settings):
         return n // self.batch_size
 
     def lr_at(self, step: int, n: int) -> float:
-        """Of the head: linear warmup, then half a cosine to 0."""
+        """Learning rate of the head at a step: linear warmup, then half a cosine to 0."""
         peak = self.base_lr * self.batch_size / 256
         warmup = self.warmup_epochs if self.warmup_epochs < self.epochs else self.epochs / 10
         return ser.warmup_cosine(step / self.save_steps(n), warmup, self.epochs, peak)
@@ -160,9 +161,11 @@ def groups(model: Classifier, cfg: Settings) -> list[dict[str, Any]]:
         if p.requires_grad:
             layer = layer_of(name, depth)
             decays = p.dim() > 1 and not name.endswith(("pos_embed", "cls_token"))
-            group = dict(params=[], scale=cfg.layer_decay ** (depth + 1 - layer),
-                         weight_decay=cfg.weight_decay if decays else 0.0)
-            found.setdefault((layer, decays), group)["params"].append(p)
+            if (layer, decays) not in found:
+                found[layer, decays] = dict(params=[],
+                                            scale=cfg.layer_decay ** (depth + 1 - layer),
+                                            weight_decay=cfg.weight_decay if decays else 0.0)
+            found[layer, decays]["params"].append(p)
     return list(found.values())
 
 # ==== 4. Evaluation ===============================================================================
@@ -173,8 +176,7 @@ def accuracy(model: Classifier, images: Labelled, cfg: Settings,
     ranks share the images, and none counts twice."""
     model.eval()
     ranks, rank = ser.ranks_and_rank()
-    keys = [Key(None, index, index, False) for index in range(rank, len(images), ranks)]
-    loader = DataLoader(images, cfg.batch_size // ranks, sampler=keys, num_workers=cfg.workers)
+    loader = training.loader_of_val(images, cfg.batch_size // ranks, cfg)
     right = torch.zeros(2, dtype=torch.float64)
     broken: set[str] = set()
     for pixels, labels, names in tqdm(loader, "val", disable=rank > 0):
@@ -196,6 +198,7 @@ def finetune(cfg: Settings) -> dict[str, Any]:
     begun = time.perf_counter()
     device, _, _ = ser.setup()
     encoder, _, digest = eval_linear.frozen_encoder(cfg)
+    check_out(cfg.result, ".json", cfg.program)
     size = encoder.shape["image_size"]
     where = eval_linear.Settings(data=cfg.data, seed=cfg.seed)
     classes, splits = eval_linear.collect(where, size)

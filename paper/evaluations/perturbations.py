@@ -4,7 +4,7 @@ paper/evaluations/robustness.py, which is the command line.
 A video is an image under a perturbation that grows from frame to frame. The paper reports the
 accuracy over frames; the authors of P (Hendrycks and Dietterich 2019), how often the prediction
 changes from a frame to the next, and how far the five likeliest classes move.
-Axes: B frames of several videos, n frames of one, P pairs of frames, C classes.
+Axes: B frames of several videos, n frames of one, M pairs of frames, C classes.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TEN = ("gaussian_noise", "shot_noise", "motion_blur", "zoom_blur", "snow", "brig
        "translate", "rotate", "tilt", "scale")
 
 def frame_pairs(n: int, noise: bool, difficulty: int = 1) -> tuple[Tensor, Tensor]:
-    """(earlier, later), (P,) each: the frames that are compared, each with the one `difficulty`
-    after it. A noise sequence has no order: there all are compared with the first, clean frame."""
+    """(earlier, later), (M,) each: the frames that are compared. Noise has no order: the first,
+    clean frame with every other one. Else each frame with the one `difficulty` after it."""
     if noise:
         return torch.zeros(n - 1, dtype=torch.int64), torch.arange(1, n)
     return torch.arange(n - difficulty), torch.arange(difficulty, n)
@@ -49,23 +49,25 @@ def top5_distance(order: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
     """The mean over pairs of sum_i |i - min(s(i), 6)|, i = 1..5, where s(i) is the rank in the
     later frame of the class that has rank i in the earlier one: 0 if they stay, 15 if all leave."""
     earlier, later = pairs
-    top = order[earlier, :5]                                                      # (P, 5) classes
-    rank = order[later].argsort(1)                                                # (P, C), from 0
-    s = 1 + rank.gather(1, top)                                                   # (P, 5)
+    top = order[earlier, :5]                                                      # (M, 5) classes
+    # order lists classes by rank, and its argsort ranks by class.
+    rank = order[later].argsort(1)          # (M, C), of each class, from 0
+    s = 1 + rank.gather(1, top)                                                   # (M, 5)
     i = torch.arange(1, top.shape[1] + 1)
     distance = (i - s.clamp(max=6)).abs().sum(1)
     return distance.double().mean().item()
 
-def read_video(path: str, size: int) -> Tensor:
+def read_video(path: str, size: int, least: int = 2) -> Tensor:
     """The frames (n, 3, size, size) uint8 of a video. Raises what PyAV raises, and UserError where
-    frames are missing."""
+    frames are missing, or for fewer than `least`."""
     import av
     frames = []
     with av.open(path) as container:
         stream = container.streams.video[0]
         for frame in container.decode(stream):
             frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))     # (h, w, 3)
-        require(len(frames) >= max(2, stream.frames), f"{len(frames)} of {stream.frames} frames")
+        require(len(frames) >= max(least, stream.frames),
+                f"{len(frames)} of {stream.frames} frames")
     # Frames are 224 x 224 and not cropped; an encoder of another size gets them resized.
     return ser.resize(torch.stack(frames).permute(0, 3, 1, 2), (size, size))
 
@@ -73,9 +75,11 @@ class Videos(Dataset):
     """Index -> (frames (n, 3, S, S) uint8, label, name of the file if it is broken, else "").
     folder: of CLASS/*.mp4. Raises UserError for one without videos, or with strange classes."""
 
-    def __init__(self, folder: Path, classes: Sequence[str], size: int):
+    def __init__(self, folder: Path, classes: Sequence[str], size: int, difficulty: int = 1):
         self.size = size
-        found = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+        self.least = difficulty + 1     # frames
+        found = [entry.name for entry in os.scandir(folder)
+                 if entry.is_dir() and not entry.name.startswith(".")]
         strange = sorted(set(found) - set(classes))
         require(not strange, f"--p {folder}: {' '.join(strange[:5])} are no classes of the head")
         self.paths = sorted(str(path) for path in folder.glob("*/*.mp4"))
@@ -89,16 +93,16 @@ class Videos(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
         path = self.paths[index]
         try:
-            return read_video(path, self.size), self.labels[index], ""
-        except Exception:     # decoders raise what they like
-            return torch.zeros(0), self.labels[index], path
+            return read_video(path, self.size, self.least), self.labels[index], ""
+        except Exception as error:     # decoders raise what they like
+            return torch.zeros(0), self.labels[index], f"{path} ({error})"
 
 def measure(logits: Tensor, label: int, noise: bool, difficulty: int) -> Tensor:
     """(4,) of a video with logits (n, C): top-1 and top-5, shares of its frames, flip probability,
     top-5 distance."""
     # Ties go to the class that comes first, as in the ranks of P's authors.
     order = logits.argsort(dim=1, descending=True, stable=True)
-    right = (order[:, :5] == label).double()                                      # (n, 5)
+    right = (order[:, :5] == label).double()                # (n, 5), at most one 1 in a row
     pairs = frame_pairs(len(order), noise, difficulty)
     return torch.tensor([right[:, 0].mean(), right.sum(1).mean(), flip_probability(order, pairs),
                          top5_distance(order, pairs)], dtype=torch.float64)
@@ -106,9 +110,10 @@ def measure(logits: Tensor, label: int, noise: bool, difficulty: int) -> Tensor:
 def score_videos(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, Any]:
     """The means over the videos of a folder CLASS/*.mp4: top-1, top-5 and flip probability in
     percent, and top-5 distance. A broken file is named, is wrong, and counts not in the latter two.
+    Of cfg it reads batch_size, workers and difficulty.
     Ranks share the videos. Raises UserError, on all ranks, for more than 1 broken in 1000."""
     ranks, rank = ranks_and_rank()
-    videos = Videos(folder, head.classes, encoder.shape["image_size"])
+    videos = Videos(folder, head.classes, encoder.shape["image_size"], cfg.difficulty)
     own = Subset(videos, range(rank, len(videos), ranks))
     at_once = max(1, cfg.batch_size // ranks // 31)     # 31 frames in nearly all videos
     loader = DataLoader(own, at_once, num_workers=min(cfg.workers, os.cpu_count() or 1),

@@ -1,6 +1,6 @@
 """ImageNet-C and ImageNet-P: the paper's four tables of robustness, its rows below ours.
 
-    python eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt     first: leaves its head
+    python eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt     first: writes the head
     python -m paper.evaluations.robustness --checkpoint runs/ser/last.pt --c /imagenet-c
     python -m paper.evaluations.robustness --checkpoint runs/ser/last.pt --p /imagenet-p
     torchrun --nproc_per_node=8 -m paper.evaluations.robustness --c ...      ranks share the work
@@ -16,31 +16,31 @@ top-1 and top-5: on C MoCo-v3 39.47 and 61.76, SER 40.58 and 63.53; on P 63.91 a
 The paper is silent about the severities (here: the mean over all five), the frames (all) and the
 difficulty of P. Beside its accuracies stand mCE, with AlexNet's published errors, and P's flip
 probability and top-5 distance, not divided by AlexNet's, which no source prints. Each set is
-written to robustness.json beside the checkpoint when it is done; the same command goes on there.
+written to robustness.json beside the checkpoint when it is done, and the same command goes on with
+the others; a set is not scored again while its folder has the same name and as many files.
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar, Sequence
-
-from tqdm import tqdm
 
 import eval_linear
 import ser
 from paper.evaluations.corruptions import (CORRUPTIONS, EXTRA, SEVERITIES, make,
                                            mean_corruption_error, score_images)
+from paper.evaluations.output import check_out
 from paper.evaluations.perturbations import PERTURBATIONS, TEN, score_videos
 from ser import INF, require, setting
 
-PAPER = {     # without the last column, which is the mean of the others
+# The paper's rows, without the last column, which is the mean of the others. A name is one word,
+# and without a base method that is MoCo-v3.
+PAPER = {
     "ImageNet-C, top-1 %": """
           Gauss Shot  Impul Defoc Glass Motio Zoom  Snow  Frost Fog   Brigh Contr Elast Pixel JPEG
 MoCo-v3   39.18 37.81 36.09 33.51 13.85 31.49 25.86 30.61 30.03 35.02 62.81 52.00 54.65 55.78 53.37
@@ -95,12 +95,13 @@ class Settings:
     c: str = setting("", 0, 0, "folder of ImageNet-C, or of what --make made")
     p: str = setting("", 0, 0, "folder of ImageNet-P")
     # Choice: the paper names no difficulty; at 1, P's first, a frame is compared with the next.
-    difficulty: int = setting(1, 1, 10, "P compares frames so many apart (not in noise)")
+    # P has other noise videos for other difficulties: there the noise columns stay empty.
+    difficulty: int = setting(1, 1, 10, "P compares frames so many apart")
     make: str = setting("", 0, 0, "write a C of the val images of --data into this folder, and end")
     data: str = setting("", 0, 0, "for --make: a folder with val/CLASS/..., or with CLASS/...")
     make_images: int = setting(0, 0, INF, "for --make: images of a class; 0: all")
     batch_size: int = setting(1024, 1, INF, "images per pass of the encoder, over all ranks")
-    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of what --make makes")
+    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of what --make makes; images that are there stay")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the main process loads")
     out: str = setting("", 0, 0, "a .json; none: robustness.json beside the checkpoint")
     drawn: ClassVar[dict[str, Any]] = {}
@@ -114,8 +115,11 @@ class Settings:
     @property
     def result(self) -> Path:
         """Where the result goes."""
-        name = "robustness-random-init.json" if self.random_init else "robustness.json"
-        return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
+        name = "robustness-random-init" if self.random_init else "robustness"
+        if self.difficulty > 1:
+            name += f"-difficulty-{self.difficulty}"
+        beside = Path(self.checkpoint).with_name(f"{name}.json")
+        return Path(self.out) if self.out else beside
 
 def find(root: str, name: str) -> Path | None:
     """The folder of that name in root, or in one of root's folders; None if there is none."""
@@ -128,7 +132,9 @@ def find_sets(cfg: Settings) -> dict[str, Path]:
     """The sets that are there, "c/CORRUPTION/SEVERITY" and "p/PERTURBATION", with their folders.
     Raises UserError for a flag that leads to none."""
     names = [f"c/{name}/{severity}" for name in (*CORRUPTIONS, *EXTRA) for severity in SEVERITIES]
-    names += [f"p/{name}" for name in PERTURBATIONS]
+    for name in PERTURBATIONS:
+        if cfg.difficulty == 1 or "noise" not in name:
+            names.append(f"p/{name}")
     found = {}
     for name in names:
         kind, _, inside = name.partition("/")
@@ -142,16 +148,23 @@ def find_sets(cfg: Settings) -> dict[str, Path]:
                 f"--{kind} {root}: none of its sets is there, in it or in its folders, as {one}")
     return found
 
-def measured(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The sets in the result `path`, if it is of this encoder, head and difficulty; else none."""
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(path.read_text())
-        if before | identity == before:
-            return before["sets"]
-        if ser.ranks_and_rank()[1] == 0:
-            tqdm.write(f"{path} is of another checkpoint, head or difficulty: begun anew",
-                       file=sys.stderr)
-    return {}
+def finished_sets(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The sets in the result `path`, if there is one. Raises UserError for that of another encoder
+    or head."""
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    for name, value in identity.items():
+        require(before.get(name) == value, f"--out {path} is of another checkpoint or head: "
+                "remove it or choose another --out")
+    return before["sets"]
+
+def scored(found: dict[str, Any], folder: Path) -> bool:
+    """Whether what was found of a set is of this folder and of all the files in it."""
+    if found.get("folder") != str(folder.resolve()):
+        return False
+    files = sum(len(names) for _, _, names in os.walk(folder))
+    return files == found["files"]
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Score the sets that are there and not yet in the result; returns what rank 0 writes. Raises
@@ -160,22 +173,24 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     require(cfg.c + cfg.p != "", "of which sets? give --c or --p; --make makes a C of images")
     require(cfg.p == "" or importlib.util.find_spec("av") is not None,
             "--p needs av (PyAV): pip install -r paper/requirements.txt")
-    require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")
     device, rank, _ = ser.setup()
     encoder, step, digest = eval_linear.frozen_encoder(cfg.probe)
     encoder = encoder.to(device)
+    check_out(cfg.result, ".json", cfg.program)
     head = eval_linear.load_head(cfg.head or cfg.probe.beside("head"), digest)
-    weight = hashlib.sha256(head.weight.numpy().tobytes()).hexdigest()[:16]
+    head_digest = hashlib.sha256(head.weight.numpy().tobytes()).hexdigest()[:16]
     head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
-    identity = {"sha256": digest, "head": weight, "difficulty": cfg.difficulty}
-    done = measured(cfg.result, identity)
-    result = {"checkpoint": cfg.checkpoint, "step": step, **identity,
+    identity = {"sha256": digest, "head": head_digest, "difficulty": cfg.difficulty}
+    done = finished_sets(cfg.result, identity)
+    result = {"program": cfg.program, "checkpoint": cfg.checkpoint, "step": step, **identity,
               "classes": len(head.classes), "sets": done}
     for name, folder in find_sets(cfg).items():
-        if done.get(name, {}).get("folder") == str(folder):
+        if scored(done.get(name, {}), folder):
             continue
         score = score_images if name.startswith("c/") else score_videos
-        done[name] = {"folder": str(folder), **score(encoder, head, folder, cfg)}
+        files = sum(len(names) for _, _, names in os.walk(folder))
+        done[name] = {"folder": str(folder.resolve()), "files": files,
+                      **score(encoder, head, folder, cfg)}
         if rank == 0:
             eval_linear.write_json(cfg.result, result)
     return result
@@ -194,7 +209,8 @@ def row(sets: dict[str, Any], kind: str, measure: str) -> list[float | None]:
     return [one[measure] if one else None for one in found]
 
 def cells(values: Sequence[float | None], kind: str) -> str:
-    """The columns and their mean, of P also that over the ten, for the screen."""
+    """The values as text, then their means: of P that over the ten which can be downloaded, then
+    that over all. "-" for what is missing."""
     shown = list(values)
     if kind == "p":
         ten = [value for name, value in zip(PERTURBATIONS, values) if name in TEN]
@@ -222,10 +238,12 @@ def table(result: dict[str, Any]) -> str:
         if kind == "p":
             for measure, text in (("flips", "flip pr. %"), ("top5_distance", "top-5 dist")):
                 lines.append(f"{text:10}{cells(row(sets, kind, measure), kind)}")
-    severities = {name: [sets.get(f"c/{name}/{severity}") for severity in SEVERITIES]
-                  for name in CORRUPTIONS}
-    if all(map(all, severities.values())):
-        top1 = {name: [one["top1"] for one in found] for name, found in severities.items()}
+            lines.append("ten: the mean over the ten perturbations that can be downloaded; flips "
+                         f"compare frames {result['difficulty']} apart")
+    whole = None not in row(sets, "c", "top1")
+    if whole and result["classes"] == 1000:     # AlexNet's errors are among 1000
+        top1 = {name: [sets[f"c/{name}/{severity}"]["top1"] for severity in SEVERITIES]
+                for name in CORRUPTIONS}
         lines.append(f"mCE {mean_corruption_error(top1):.2f} % (AlexNet 100, ResNet-50 76.7)")
     for name in EXTRA:
         extra = [over_severities(sets, name, measure) for measure in ("top1", "top5")]
@@ -242,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         cfg = ser.parse(argv, Settings)
         if cfg.make:
+            require("RANK" not in os.environ, "--make runs in one process, without torchrun")
             print(make(cfg.make, cfg.data, cfg.make_images, cfg.seed, cfg.workers))
             return
         text = table(evaluate(cfg))

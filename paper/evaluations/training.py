@@ -27,7 +27,7 @@ class Settings:
     """The settings of every evaluation that trains more than heads."""
     data: str = setting("", 0, 0, "folder of the data set")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run of any method")
-    random_init: bool = setting(False, 0, 1, "the untrained encoder that the run began with")
+    random_init: bool = setting(False, 0, 1, "an encoder with the random weights of the run's seed")
     seed: int = setting(0, 0, 2 ** 63 - 1, "seed of new weights and of every random draw")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the training process loads")
     out: str = setting("", 0, 0, "file of the result; none: beside the checkpoint")
@@ -59,8 +59,13 @@ def union(names: set[str]) -> set[str]:
         dist.all_gather_object(found, names)
     return set().union(*found)
 
+def check_broken(broken: set[str], images: int) -> None:
+    """Raise UserError when more than 1 in 1000 images cannot be read."""
+    require(len(broken) <= max(3, images / 1000), f"{len(broken)} of {images} images cannot be "
+            f"read, as {min(broken, default='')}: mend or remove them")
+
 def check_progress(done: int, loss: float, broken: set[str], images: int) -> None:
-    """Raise UserError, after step `done`, for a loss that is not finite or too many broken files."""
+    """Raise UserError, after step `done`, for a loss that is not finite or many broken files."""
     require(math.isfinite(loss),
             f"step {done}: the loss is {loss}: lower the learning rate, with a new --out")
     check_broken(broken, images)
@@ -74,10 +79,14 @@ def loader_of(images: torch.utils.data.Dataset, cfg: Any, start: int,
         collate_fn=images.collate, num_workers=min(cfg.workers, os.cpu_count() or 1),
         worker_init_fn=ser.leave_signals, pin_memory=torch.cuda.is_available())
 
-def check_broken(broken: set[str], images: int) -> None:
-    """Raise UserError when more than 1 in 1000 images cannot be read."""
-    require(len(broken) <= max(3, images / 1000), f"{len(broken)} of {images} images cannot be "
-            f"read, as {min(broken, default='')}: mend or remove them")
+def loader_of_val(images: torch.utils.data.Dataset, at_once: int,
+                  cfg: Any) -> torch.utils.data.DataLoader:
+    """This rank's images of val, `at_once` a batch: without an epoch, nothing is drawn."""
+    ranks, rank = ranks_and_rank()
+    keys = [ser.Key(None, index, index, False) for index in range(rank, len(images), ranks)]
+    return torch.utils.data.DataLoader(
+        images, max(1, at_once), sampler=keys, collate_fn=images.collate,
+        num_workers=min(cfg.workers, os.cpu_count() or 1), worker_init_fn=ser.leave_signals)
 
 def resume(path: Path, identity: dict[str, Any], model: nn.Module,
            optimizer: torch.optim.Optimizer) -> tuple[int, list[float], set[str]]:
@@ -144,17 +153,19 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
             begun = done
             if rank == 0:
                 ser.save_whole(path, dict(
-                    step=done, program=cfg.program, shape=shape, config=identity, images=str(n),
+                    step=done, program=cfg.program, shape=shape, config=identity,
+                    images=str(n),     # a text, as ser.load_checkpoint asks
                     model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses,
                     broken=sorted(broken)))
     return losses, broken
 
 def finish(cfg: Any, digest: str, images: dict[str, int], found: dict[str, Any],
            broken: set[str], begun: float) -> dict[str, Any]:
-    """The result of a run, which rank 0 writes to cfg.result. begun: time.perf_counter() then."""
+    """The result of a run, which rank 0 writes to cfg.result. begun: time.perf_counter() at the
+    start of this call; the minutes are of the last part of an interrupted run."""
     ranks, rank = ranks_and_rank()
     result = dict(
-        command=" ".join(sys.argv), checkpoint=cfg.checkpoint, sha256=digest,
+        program=cfg.program, command=" ".join(sys.argv), checkpoint=cfg.checkpoint, sha256=digest,
         encoder="untrained" if cfg.random_init else "trained", data=cfg.data or "drawn images",
         images=images, settings=vars(cfg), **found, broken=sorted(broken), ranks=ranks,
         torch=torch.__version__, minutes=(time.perf_counter() - begun) / 60)

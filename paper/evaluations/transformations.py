@@ -1,6 +1,6 @@
 """Transformation prediction by layer (paper A.2): can frozen features tell how an image was moved?
 
-The paper's accuracies in percent, after layers 1, 3, 6, 9, 12 of MoCo-v3 with an addition:
+The paper's accuracies in percent, after layers 1, 3, 6, 9, 12 of MoCo-v3 + the method of the row:
 
     rotation (4-way)   AugSelf 81.55 96.71 99.71 99.13 68.74
                        STL     79.56 92.80 99.46 99.76 98.08
@@ -14,16 +14,17 @@ The paper's accuracies in percent, after layers 1, 3, 6, 9, 12 of MoCo-v3 with a
     torchrun --nproc_per_node=8 -m paper.evaluations.transformations ...    ranks share the encoding
 
 A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
-270 degrees; or nothing, or the horizontal flip. The untrained encoder is measured beside. The paper
-predicts "rotation/flip labels, following Garrido et al.", and does not say whether the probe sees a
-pair, nor which token, probe or images. Writes transformations.json beside the checkpoint.
-Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; labels of classes play no part.
-Axes: n images, V = 5 versions of an image, L layers, D width, C answers.
+270 degrees; or nothing, or the horizontal flip. Where g does nothing, the two halves of a pair are
+equal bit for bit, so that the flip probe has only to see that something changed; with `--single`
+there is no such shortcut. Beside stands an encoder with the random weights of the run's seed. The
+paper predicts "rotation/flip labels, following Garrido et al.", and does not say whether the probe
+sees a pair, nor which token, probe or images. Writes transformations.json beside the checkpoint.
+Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/..., of the same classes, whose labels play no
+part. Axes: n images, V = 5 versions of an image, L layers, D width.
 """
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, ClassVar, Iterator, Sequence
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 import eval_linear
 import ser
 from eval_linear import Frozen, Split
+from paper.evaluations.output import check_out
 from ser import INF, TINY, ViT, require, rng, setting
 
 TASKS = {"rotation": (0, 1, 2, 3), "flip": (0, 4)}     # the versions that a probe tells apart
@@ -61,7 +63,7 @@ class Settings:
     lr: float = setting(1e-3, TINY, INF, "learning rate of Adam")
     epochs: int = setting(10, 1, INF, "passes of the probe over the training images")
     probe_batch: int = setting(256, 1, INF, "pairs per step of the probe")
-    batch_size: int = setting(256, 1, INF, "images per pass of the encoder, over all ranks")
+    batch_size: int = setting(256, 1, INF, "images per pass, in five versions, over all ranks")
     seed: int = setting(0, 0, 2 ** 63 - 1, "seed of images, probes and order")
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the main process loads")
     out: str = setting("", 0, 0, "file of the result; none: transformations.json, -single.json")
@@ -75,8 +77,9 @@ class Settings:
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(name)
 
 class MovedTokens(nn.Module):
-    """An encoder whose features, as eval_linear.Frozen asks for them, are the mean patch tokens
-    after each of the layers, of an image and of its moved versions."""
+    """Mean patch tokens after each of the layers, of an image and of its moved versions, posing as
+    an encoder: eval_linear.Frozen reads cls_token, dim, shape, and last_cls(x, blocks), of shape
+    (B, blocks * D); here `blocks` is V * L."""
 
     def __init__(self, encoder: ViT, layers: Sequence[int]):
         super().__init__()
@@ -87,7 +90,7 @@ class MovedTokens(nn.Module):
         self.shape = encoder.shape
 
     def last_cls(self, x: Tensor, n: int) -> Tensor:
-        """Normalised images (B, 3, S, S) -> (B, n * D), n = V * L, in one pass of the encoder."""
+        """Normalised images (B, 3, S, S) -> (B, V * L * D), in one pass of the encoder."""
         # Exact permutations of the pixels of one centre crop, without jitter.
         versions = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)] + [x.flip(-1)]
         encoded = self.encoder(versions, self.layers)
@@ -106,7 +109,7 @@ def batches(n: int, answers: int, cfg: Settings) -> Iterator[tuple[Tensor, Tenso
 def probe(train: Tensor, test: Tensor, versions: Sequence[int], cfg: Settings) -> float:
     """The accuracy in percent, on test (m, V, D), of an MLP trained on train (n, V, D) to tell
     `versions` from each other, by the pair of version 0 and one of them, or by that one alone."""
-    mean = train.mean((0, 1))
+    mean = train.mean((0, 1))     # (D,), over images and versions
     std = train.std((0, 1)).clamp_min(1e-6)
     train = (train - mean) / std
     test = (test - mean) / std
@@ -151,7 +154,7 @@ def predict(encoder: ViT, splits: dict[str, Split], cfg: Settings) -> dict[str, 
     tables = {}
     for name in splits:
         features, labels = frozen.table(name)
-        tables[name] = features[labels >= 0].unflatten(1, shape)     # without broken files
+        tables[name] = features[labels >= 0].unflatten(1, shape)     # (n, V, L, D), of whole files
     found: dict[str, Any] = {}
     for task, versions in TASKS.items():
         found[task] = [probe(tables["train"][:, :, i], tables["val"][:, :, i], versions, cfg)
@@ -164,10 +167,10 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     UserError, on all ranks."""
     ser.check_ranges(cfg)
     require(cfg.data != "", "--data: which images? give a folder with train/CLASS and val/CLASS")
-    require(os.access(cfg.result.parent, os.W_OK), f"--out {cfg.result}: cannot write there")
     device, rank, _ = ser.setup()
     trained, step, digest = eval_linear.frozen_encoder(
         eval_linear.Settings(checkpoint=cfg.checkpoint))
+    check_out(cfg.result, ".json", cfg.program)
     depth = trained.depth
     require(max(cfg.layers) <= depth, f"--layers {' '.join(map(str, cfg.layers))}: the encoder has "
             f"{depth} blocks: try --layers {' '.join(map(str, range(1, depth + 1)))}")
@@ -176,7 +179,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     _, splits = eval_linear.collect(eval_linear.Settings(data=cfg.data, test=()), 0)
     chosen = {"train": some(splits["train"], cfg.images, cfg.seed),
               "val": some(splits["val"], cfg.test_images, cfg.seed)}
-    result = {"checkpoint": cfg.checkpoint, "sha256": digest, "step": step, "settings": vars(cfg),
+    result = {"program": cfg.program, "checkpoint": cfg.checkpoint, "sha256": digest,
+              "step": step, "settings": vars(cfg),
               "images": {name: len(split.labels) for name, split in chosen.items()},
               "trained": predict(trained.to(device), chosen, cfg),
               "untrained": predict(untrained.to(device), chosen, cfg)}
@@ -191,13 +195,13 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{result['checkpoint']}, step {result['step']}: {seen}, {result['images']['train']} "
              f"training and {result['images']['val']} test images"]
     for task, versions in TASKS.items():
-        lines.append(f"{task + ', %':24}" + "".join(f"{f'layer {n}':>10}" for n in cfg["layers"]))
+        lines.append(f"{task + ', %':28}" + "".join(f"{f'layer {n}':>10}" for n in cfg["layers"]))
         rows = {name: result[name][task] for name in ("trained", "untrained")}
         rows["chance"] = [100 / len(versions)] * len(cfg["layers"])
         if tuple(cfg["layers"]) == PAPER_LAYERS:
             rows |= {f"paper, MoCo-v3 + {name}": row for name, row in PAPER[task].items()}
         for name, row in rows.items():
-            lines.append(f"  {name:22}" + "".join(f"{value:10.2f}" for value in row))
+            lines.append(f"  {name:26}" + "".join(f"{value:10.2f}" for value in row))
     broken = result["trained"]["broken"]
     if broken:
         lines.append(f"  {len(broken)} broken images, as {broken[0]}: left out")

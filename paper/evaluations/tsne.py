@@ -4,7 +4,8 @@ The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's d
 MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It prints
 no number, and layouts of t-SNE cannot be compared by eye; so this measures the features themselves,
 over ten draws of classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the
-20-NN purity, the share of the 20 nearest images that are of an image's class (1 / 20 at chance).
+20-NN purity, the share of an image's 20 nearest that are of its class (at chance 1 / the number of
+classes, for classes of one size).
 
     python -m paper.evaluations.tsne --data /imagenet/val \\
         --checkpoint runs/moco/last.pt runs/ser/last.pt --label MoCo-v3 "MoCo-v3 + SER"
@@ -16,12 +17,13 @@ images for all checkpoints. Axes: n images of a draw, D width of the encoder.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any, ClassVar, Sequence
+from typing import Any, ClassVar, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from torch import Tensor
 import eval_linear
 import ser
 from eval_linear import Frozen, Split
+from paper.evaluations.output import check_out
 from ser import INF, TINY, ViT, require, rng, setting
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Settings:
     data: str = setting("", 0, 0, "folder of CLASS/..., as val, or a severity of a corruption")
     checkpoint: tuple[str, ...] = setting(("runs/ser/last.pt",), 0, 0, "two or more last.pt")
     label: tuple[str, ...] = setting(("",), 0, 0, "their names; none: the names of their folders")
-    random_init: bool = setting(False, 0, 1, "the untrained encoder of the first one beside them")
+    random_init: bool = setting(False, 0, 1, "an encoder with random weights beside them")
     ready: bool = setting(False, 0, 1, "the images are cropped already, as ImageNet-C's")
     classes: int = setting(20, 2, INF, "classes of a draw (paper: 20)")
     # Choice: the paper does not say how many images; 50 are all that val has of a class.
@@ -54,7 +57,7 @@ class Settings:
     drawn: ClassVar[dict[str, Any]] = {}
     program: ClassVar[str] = "-m paper.evaluations.tsne"
 
-def draw_classes(split: Split, cfg: Settings, number: int) -> Split:
+def sample_classes(split: Split, cfg: Settings, number: int) -> Split:
     """The images of draw `number`: cfg.classes classes, and up to cfg.per_class images of each."""
     generator = rng(cfg.seed, "t-SNE", number)
     present = split.labels.unique()
@@ -88,25 +91,29 @@ def embed(features: Tensor, cfg: Settings) -> Any:
                   random_state=cfg.seed)
     return method.fit_transform(features.numpy())
 
-def measure(encoder: ViT, draws: dict[str, Split],
-            cfg: Settings) -> tuple[dict[str, Any], Any, Any]:
-    """The numbers of an encoder over the draws; and of the first draw t-SNE's points (n, 2) and the
-    labels (n,), as arrays."""
-    frozen = Frozen(encoder, 1, cfg, draws)
+class Measured(NamedTuple):
+    """What is measured of an encoder."""
+    numbers: dict[str, Any]     # over the samples
+    points: Any                 # array (n, 2), t-SNE of the first sample
+    labels: Any                 # array (n,), its classes
+
+def measure(encoder: ViT, samples: dict[str, Split], cfg: Settings) -> Measured:
+    """Encode the samples of classes and compare their features."""
+    frozen = Frozen(encoder, 1, cfg, samples)
     tables = []
-    for name in draws:
+    for name in samples:
         features, labels = (column.cpu() for column in frozen.table(name))
         readable = labels >= 0
         tables.append((features[readable], labels[readable]))
-    values = {"silhouette": [silhouette(*table) for table in tables],
-              "purity": [purity(*table, cfg.neighbors) for table in tables]}
+    values = {"silhouette": [silhouette(*pair) for pair in tables],
+              "purity": [purity(*pair, cfg.neighbors) for pair in tables]}
     numbers = {name: {"mean": mean(each), "std": pstdev(each), "values": each}
                for name, each in values.items()}
     features, labels = tables[0]
     broken = sorted(set().union(*frozen.broken.values()))
-    return numbers | {"broken": broken}, embed(features, cfg), labels.numpy()
+    return Measured(numbers | {"broken": broken}, embed(features, cfg), labels.numpy())
 
-def draw(path: Path, panels: dict[str, tuple[Any, Any]]) -> None:
+def save_picture(path: Path, panels: dict[str, tuple[Any, Any]]) -> None:
     """The picture: a panel per title, with points (n, 2) and labels (n,), a colour per class."""
     import numpy
     from matplotlib import colormaps
@@ -121,28 +128,39 @@ def draw(path: Path, panels: dict[str, tuple[Any, Any]]) -> None:
         panel.set(xticks=[], yticks=[])
     figure.savefig(path, dpi=100)
 
-def load_encoders(checkpoints: Sequence[str], labels: Sequence[str],
+def load_encoders(checkpoints: Sequence[str], names: Sequence[str],
                   untrained: bool) -> tuple[dict[str, ViT], dict[str, str]]:
-    """The encoders on the device, by label, and the digests of the checkpoints; with `untrained`,
-    the encoder that the first run began with in front. Raises UserError for unfit labels."""
+    """The encoders on the device, by name, and the digests of the checkpoints; with `untrained`,
+    one with the random weights of the first run's seed in front. Raises UserError."""
     device = ser.setup()[0]
-    if labels == ("",):
-        labels = [Path(path).resolve().parent.name for path in checkpoints]
-    names = " ".join(labels)
-    require(len(labels) == len(checkpoints),
-            f"--label {names}: {len(checkpoints)} checkpoints need as many names")
-    require(len({"untrained", *labels}) == len(labels) + 1,
-            f"--label {names}: names must differ from each other and from 'untrained'")
+    if names == ("",):
+        names = [Path(path).resolve().parent.name for path in checkpoints]
+    given = " ".join(names)
+    require(len(names) == len(checkpoints),
+            f"--label {given}: {len(checkpoints)} checkpoints need as many names")
+    require(len({"untrained", *names}) == len(names) + 1,
+            f"--label {given}: names must differ from each other and from 'untrained'")
     encoders = {}
     digests = {}
     if untrained:
         first = eval_linear.Settings(checkpoint=checkpoints[0], random_init=True)
         encoders["untrained"] = eval_linear.frozen_encoder(first)[0].to(device)
-    for label, path in zip(labels, checkpoints):
-        encoder, _, digests[label] = eval_linear.frozen_encoder(
+    for name, path in zip(names, checkpoints):
+        encoder, _, digests[name] = eval_linear.frozen_encoder(
             eval_linear.Settings(checkpoint=path))
-        encoders[label] = encoder.to(device)
+        encoders[name] = encoder.to(device)
     return encoders, digests
+
+def check_ready(cfg: Settings, split: Split) -> None:
+    """Raise UserError where the first image that can be read is ImageNet-C's and --ready is not
+    given: enlarged and cropped once more, it would be another image."""
+    size = None
+    for path in split.source:
+        with contextlib.suppress(Exception):     # decoders raise what they like
+            size = tuple(ser.read_image(path).shape[1:])
+            break
+    require(cfg.ready or size != (224, 224),
+            f"--data {cfg.data}: images of 224 x 224, as ImageNet-C's: add --ready")
 
 def compare(cfg: Settings) -> dict[str, Any]:
     """Encode, measure, draw; returns what rank 0 writes. Raises UserError, on all ranks."""
@@ -151,33 +169,40 @@ def compare(cfg: Settings) -> dict[str, Any]:
     require(len(cfg.checkpoint) + cfg.random_init > 1,
             "--checkpoint: a comparison takes two; or add --random-init")
     picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("tsne.png"))
-    require(os.access(picture.parent, os.W_OK), f"--out {picture}: cannot write there")
     for package in ("matplotlib", "sklearn"):
         require(importlib.util.find_spec(package) is not None,
                 f"t-SNE needs {package}: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, cfg.random_init)
+    check_out(picture, ".png", cfg.program)
+    check_out(picture.with_suffix(".json"), ".json", cfg.program)
     inside = os.path.join(cfg.data, "val")
     folder = inside if os.path.isdir(inside) else cfg.data
     classes, split = eval_linear.labelled("--data", folder)
     require(len(classes) >= cfg.classes,
             f"--classes {cfg.classes}: {folder} has {len(classes)}: try --classes {len(classes)}")
-    draws = {f"draw {k}": draw_classes(split, cfg, k) for k in range(cfg.draws)}
+    check_ready(cfg, split)
+    samples = {f"draw {k}": sample_classes(split, cfg, k) for k in range(cfg.draws)}
 
-    fewest = min(len(split.labels) for split in draws.values())
-    for flag, value in (("neighbors", cfg.neighbors), ("perplexity", cfg.perplexity)):
-        require(value < fewest - 3, f"--{flag} {value:g}: a draw has {fewest} images: take fewer")
+    smallest = min(split.labels.bincount()[split.labels.unique()].tolist())
+    require(cfg.neighbors < min(smallest, cfg.per_class), f"--neighbors {cfg.neighbors}: a class "
+            f"has {min(smallest, cfg.per_class)} images, and so no purity of 1: take fewer")
+    fewest = min(len(sample.labels) for sample in samples.values())
+    require(cfg.perplexity < fewest - 3,     # up to three of them may be broken
+            f"--perplexity {cfg.perplexity:g}: a draw has {fewest} images: take less")
 
     found = {}
     panels = {}
-    for label, encoder in encoders.items():
-        numbers, points, labels = measure(encoder, draws, cfg)
-        found[label] = {"sha256": digests.get(label, ""), **numbers}
-        title = (f"{label}, silhouette {numbers['silhouette']['mean']:.3f}, "
+    for name, encoder in encoders.items():
+        measured = measure(encoder, samples, cfg)
+        numbers = measured.numbers
+        found[name] = {"sha256": digests.get(name, ""), **numbers}
+        title = (f"{name}, silhouette {numbers['silhouette']['mean']:.3f}, "
                  f"purity {numbers['purity']['mean']:.3f}")
-        panels[title] = (points, labels)
-    result = {"data": folder, "settings": vars(cfg), "encoders": found, "picture": str(picture)}
+        panels[title] = (measured.points, measured.labels)
+    result = {"program": cfg.program, "data": folder, "settings": vars(cfg), "encoders": found,
+              "picture": str(picture)}
     if ser.ranks_and_rank()[1] == 0:
-        draw(picture, panels)
+        save_picture(picture, panels)
         eval_linear.write_json(picture.with_suffix(".json"), result)
     return result
 
@@ -185,12 +210,13 @@ def table(result: dict[str, Any]) -> str:
     """The numbers for the screen: a row per encoder."""
     cfg = result["settings"]
     lines = [f"{result['data']}, {cfg['draws']} draws of {cfg['classes']} classes, up to "
-             f"{cfg['per_class']} images of each: mean ± standard deviation over draws",
+             f"{cfg['per_class']} images of each, {'whole' if cfg['ready'] else 'centre crops'}: "
+             "mean ± standard deviation over draws",
              f"{'':24}{'silhouette':>18}{str(cfg['neighbors']) + '-NN purity':>18}"]
-    for label, scores in result["encoders"].items():
-        line = f"{label:24}"
-        for measure in ("silhouette", "purity"):
-            cell = f"{scores[measure]['mean']:.4f} ± {scores[measure]['std']:.4f}"
+    for name, scores in result["encoders"].items():
+        line = f"{name:24}"
+        for quantity in ("silhouette", "purity"):
+            cell = f"{scores[quantity]['mean']:.4f} ± {scores[quantity]['std']:.4f}"
             line += f"{cell:>18}"
         lines.append(line)
         broken = scores["broken"]

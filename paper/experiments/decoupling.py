@@ -231,7 +231,7 @@ def work(argv: Sequence[str] | None) -> None:
     spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
     text = "\n\n".join(map(markdown, parts.values()))
     text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
-             f"{base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is after block {layer}, "
+             f"{base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is "
              f"chance {(base.patch_size / base.image_size) ** 2 / 32:.2g}.")
     stem = "-".join(map(str, ["decoupling", *options.seeds]))     # of these seeds, and no others
     eval_linear.write_json(out / f"{stem}.json", {

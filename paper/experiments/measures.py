@@ -1,4 +1,4 @@
-"""What paper.experiments.imagenette measures beside heads and equivariance: 20-NN after every epoch,
+"""What paper.experiments.imagenette measures beside heads and equivariance: 20-NN by epoch,
 transformation prediction, made corruptions, and the gradients of the two losses.
 """
 from __future__ import annotations
