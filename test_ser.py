@@ -16,7 +16,8 @@ files to weights, is compared with a plain re-implementation. The order is that 
     R  Ranks            2 and 4 gloo ranks are one process, in a loss and in a whole run
     7  Config           defaults, schedules, warmup of short runs, the share of b2
     8  Data             trees of images, odd and broken files, drawn images, the order of a run
-    9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init
+    9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init,
+                        torchrun and its restarts
     10 Command line     mistakes in one line, flags, crashes in one line
     11 eval_linear.py   layouts, crops, the protocol, sweeps, k-NN, equivariance, resume, results
     12 README.md        its commands and its code
@@ -2379,6 +2380,50 @@ def test_torchrun_trains_on_drawn_images(tmp_path):
     assert {"loss", "inv", "equiv", "patch_top1", "grad_equiv", "lr", "momentum"} <= set(rest[0])
     assert ser.load_checkpoint(tmp_path / "last.pt")["step"] == 3
     assert done.stdout.count("eval_linear.py --checkpoint") == 1
+
+ELASTIC = TOY | dict(epochs=2.0, save_every=2)     # ten steps
+DYING = """
+import os, signal, ser
+update = ser.MoCoV3.update
+begun = []
+def dying(base, progress):
+    begun.append(progress)
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], len(begun)
+    if life == ("0", "1", 6):
+        os.kill(os.getpid(), signal.SIGKILL)
+    update(base, progress)
+ser.MoCoV3.update = dying
+ser.leave(ser.main())
+"""
+
+def undisturbed(rank, ranks, folder):
+    """A rank of a run that is not killed."""
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    ser.train(Config(**ELASTIC | dict(data=f"{folder}/images", out=f"{folder}/whole")))
+    dist.barrier()     # rank 0 has saved
+    dist.destroy_process_group()
+    os._exit(0)     # gloo's threads can abort an interpreter that ends normally
+
+def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(folder, tmp_path):
+    """By the elastic recipe of paper/README.md: rank 1 is killed in step 6, rank 0, which saves,
+    cannot go on, and both begin again after step 4, the last that was saved."""
+    (tmp_path / "images").symlink_to(folder)
+    (tmp_path / "dying.py").write_text(DYING)
+    settings = ELASTIC | dict(data=tmp_path / "images", out=tmp_path / "killed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max_restarts=3", str(tmp_path / "dying.py"), *flags(**settings)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1",
+                                "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    begins = [record["start"] for record in records(tmp_path / "killed") if "start" in record]
+    assert begins == [0, 4]
+    run_ranks(undisturbed, 2, tmp_path)
+    assert last_state(tmp_path / "killed")["step"] == 10
+    assert same_run(tmp_path / "killed", tmp_path / "whole")
+    assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
 
 # ==== 10. Command line ============================================================================
 BAD = {     # settings that differ from a good command -> what the one line on stderr must hold
