@@ -2040,13 +2040,15 @@ def test_sigterm_saves_and_the_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     assert steps(tmp_path) == steps(whole_run) and same_run(tmp_path, whole_run)
 
 @needs_proc
-def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tmp_path):
-    """What an out-of-memory killer does: no hang, exit code 2, and the way out."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_killed_loader_process_ends_the_run_with_one_line(number, folder, tmp_path):
+    """What an out-of-memory killer does, or a system whose shared memory is full: no hang, exit
+    code 2, and the way out."""
     settings = TOY | dict(data=folder, out=tmp_path, workers=2)
     process = started(run_main, settings, tmp_path / "errors")
     try:
         wait_for_log(tmp_path, 3, process)
-        os.kill(children(process)[0], signal.SIGKILL)
+        os.kill(children(process)[0], number)
         process.join(30)
         assert process.exitcode == 2
     finally:
@@ -2054,6 +2056,29 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tmp_path):
     errors = (tmp_path / "errors").read_text()
     line, = own_lines(errors)
     assert "--workers" in line and "Traceback (most" not in errors
+
+def run_without_compiler(settings, errors):
+    """run_main on a machine that has no C++ compiler and has never had one."""
+    os.environ.pop("CXX", None)
+    os.environ |= {"PATH": "", "TORCHINDUCTOR_CACHE_DIR": settings["out"] + "/cache"}
+    run_main(settings, errors)
+
+@pytest.mark.parametrize("run, change, words", [
+    pytest.param(run_without_compiler, dict(compile=()), ["compiler"],
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles"))])
+def test_a_machine_that_lacks_something_ends_the_run_with_one_line(
+        run, change, words, folder, tmp_path):
+    """Also with loader processes: no hang, exit code 2, and what is missing."""
+    settings = TOY | dict(data=folder, out=str(tmp_path), workers=2) | change
+    process = started(run, settings, tmp_path / "errors")
+    try:
+        process.join(100)
+        assert process.exitcode == 2
+    finally:
+        process.kill()
+    errors = (tmp_path / "errors").read_text()
+    line, = own_lines(errors)
+    assert all(word in line for word in words) and "Traceback (most" not in errors
 
 def test_an_error_with_loader_processes_ends_the_run(folder, tmp_path, monkeypatch, capsys):
     """Whatever is raised in a step: the loader's processes are let go, and the run does not
