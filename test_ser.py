@@ -39,6 +39,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -2057,6 +2058,17 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(number, folder, tmp_
     line, = own_lines(errors)
     assert "--workers" in line and "Traceback (most" not in errors
 
+def run_without_shared_memory(settings, errors):
+    """run_main, whose loader processes may make no file, in memory or elsewhere."""
+    leave_signals = ser.leave_signals
+
+    def confined(worker):
+        leave_signals(worker)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    ser.leave_signals = confined
+    run_main(settings, errors)
+
 def run_without_compiler(settings, errors):
     """run_main on a machine that has no C++ compiler and has never had one."""
     os.environ.pop("CXX", None)
@@ -2064,6 +2076,7 @@ def run_without_compiler(settings, errors):
     run_main(settings, errors)
 
 @pytest.mark.parametrize("run, change, words", [
+    (run_without_shared_memory, dict(), ["--workers", "/torch_"]),
     pytest.param(run_without_compiler, dict(compile=()), ["compiler"],
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles"))])
 def test_a_machine_that_lacks_something_ends_the_run_with_one_line(
@@ -2079,6 +2092,17 @@ def test_a_machine_that_lacks_something_ends_the_run_with_one_line(
     errors = (tmp_path / "errors").read_text()
     line, = own_lines(errors)
     assert all(word in line for word in words) and "Traceback (most" not in errors
+
+def test_loader_processes_that_cannot_begin_are_one_line(folder, tmp_path, monkeypatch, capsys):
+    """As where shared memory is full from the start, or no further process is allowed."""
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DataLoader, "__iter__", full)
+    monkeypatch.chdir(tmp_path)
+    assert ser.main(flags(**TOY | dict(data=folder, out=tmp_path, workers=2))) == 2
+    line = one_line(capsys)
+    assert "--workers" in line and "No space left" in line
 
 def test_an_error_with_loader_processes_ends_the_run(folder, tmp_path, monkeypatch, capsys):
     """Whatever is raised in a step: the loader's processes are let go, and the run does not
