@@ -219,7 +219,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(toy, drawn, tmp_pa
     assert results[0]["top1"] == results[1]["top1"] and results[0]["losses"] == results[1]["losses"]
     with pytest.raises(ser.UserError, match="another run .epochs 2 there, 3 here.*use a new --out"):
         finetune.finetune(dataclasses.replace(broken, epochs=3))
-    again = finetune.finetune(dataclasses.replace(broken, workers=0))     # finished: only evaluated
+    again = finetune.finetune(dataclasses.replace(broken, workers=1))     # finished: only evaluated
     assert again["losses"] == results[0]["losses"]
 
 def test_the_state_of_another_checkpoint_or_data_set_is_refused(toy, drawn, tmp_path):
@@ -255,11 +255,15 @@ def rank_main(rank, ranks, folder):
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
     cfg = Settings(data=f"{folder}/images", checkpoint=f"{folder}/last.pt",
                    out=f"{folder}/two.json", **QUICK | dict(drop_path=0.0, epochs=1))
+    if rank > 0:     # only rank 0 writes
+        ser.save_whole = training.write_json = lambda *_: os._exit(3)
     found = finetune.finetune(cfg)
     assert finetune.finetune(cfg)["broken"] == found["broken"]     # finished: only evaluated
     spoilt = dataclasses.replace(cfg, data=f"{folder}/spoilt", out=f"{folder}/spoilt.json")
     with pytest.raises(ser.UserError, match="4 of 48 images cannot be read"):
         finetune.finetune(spoilt)
+    with pytest.raises(ser.UserError, match="--batch-size 9: 2 ranks share it"):
+        finetune.finetune(dataclasses.replace(cfg, batch_size=9, out=f"{folder}/nine.json"))
     dist.destroy_process_group()
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally
 
