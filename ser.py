@@ -1310,10 +1310,13 @@ def guard(program: str, work: Callable[[], Any]) -> int:
             tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
-        path.write_text(traceback.format_exc())
-        lost = isinstance(error, (ConnectionError, EOFError)) or "DataLoader worker" in str(error)
-        advice = "a loader process died, try fewer --workers, or 0: " if lost else ""
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        report = traceback.format_exc()
+        path.write_text(report)
+        lost = isinstance(error, (ConnectionError, EOFError)) or "DataLoader" in report
+        advice = "a loader process failed, try fewer --workers, or 0: " if lost else ""
+        text = f"{type(error).__name__}: {error}".strip()
+        text = text.splitlines()[-1] if lost else text     # a process sends its whole traceback
+        text = " ".join(text.split())[:300]
         tqdm.write(f"{program}: {advice}{text} (traceback: {path})", file=sys.stderr)
     return 2
 

@@ -16,7 +16,8 @@ files to weights, is compared with a plain re-implementation. The order is that 
     R  Ranks            2 and 4 gloo ranks are one process, in a loss and in a whole run
     7  Config           defaults, schedules, warmup of short runs, the share of b2
     8  Data             trees of images, odd and broken files, drawn images, the order of a run
-    9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init
+    9  Training         the recorded run, log, resume, stop, kill, full disk, damage, --init,
+                        torchrun and its restarts
     10 Command line     mistakes in one line, flags, crashes in one line
     11 eval_linear.py   layouts, crops, the protocol, sweeps, k-NN, equivariance, resume, results
     12 README.md        its commands and its code
@@ -38,6 +39,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -2039,13 +2041,15 @@ def test_sigterm_saves_and_the_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     assert steps(tmp_path) == steps(whole_run) and same_run(tmp_path, whole_run)
 
 @needs_proc
-def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tmp_path):
-    """What an out-of-memory killer does: no hang, exit code 2, and the way out."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_killed_loader_process_ends_the_run_with_one_line(number, folder, tmp_path):
+    """What an out-of-memory killer does, or a system whose shared memory is full: no hang, exit
+    code 2, and the way out."""
     settings = TOY | dict(data=folder, out=tmp_path, workers=2)
     process = started(run_main, settings, tmp_path / "errors")
     try:
         wait_for_log(tmp_path, 3, process)
-        os.kill(children(process)[0], signal.SIGKILL)
+        os.kill(children(process)[0], number)
         process.join(30)
         assert process.exitcode == 2
     finally:
@@ -2053,6 +2057,52 @@ def test_a_killed_loader_process_ends_the_run_with_one_line(folder, tmp_path):
     errors = (tmp_path / "errors").read_text()
     line, = own_lines(errors)
     assert "--workers" in line and "Traceback (most" not in errors
+
+def run_without_shared_memory(settings, errors):
+    """run_main, whose loader processes may make no file, in memory or elsewhere."""
+    leave_signals = ser.leave_signals
+
+    def confined(worker):
+        leave_signals(worker)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    ser.leave_signals = confined
+    run_main(settings, errors)
+
+def run_without_compiler(settings, errors):
+    """run_main on a machine that has no C++ compiler and has never had one."""
+    os.environ.pop("CXX", None)
+    os.environ |= {"PATH": "", "TORCHINDUCTOR_CACHE_DIR": settings["out"] + "/cache"}
+    run_main(settings, errors)
+
+@pytest.mark.parametrize("run, change, words", [
+    (run_without_shared_memory, dict(), ["--workers", "/torch_"]),
+    pytest.param(run_without_compiler, dict(compile=()), ["compiler"],
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles"))])
+def test_a_machine_that_lacks_something_ends_the_run_with_one_line(
+        run, change, words, folder, tmp_path):
+    """Also with loader processes: no hang, exit code 2, and what is missing."""
+    settings = TOY | dict(data=folder, out=str(tmp_path), workers=2) | change
+    process = started(run, settings, tmp_path / "errors")
+    try:
+        process.join(100)
+        assert process.exitcode == 2
+    finally:
+        process.kill()
+    errors = (tmp_path / "errors").read_text()
+    line, = own_lines(errors)
+    assert all(word in line for word in words) and "Traceback (most" not in errors
+
+def test_loader_processes_that_cannot_begin_are_one_line(folder, tmp_path, monkeypatch, capsys):
+    """As where shared memory is full from the start, or no further process is allowed."""
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DataLoader, "__iter__", full)
+    monkeypatch.chdir(tmp_path)
+    assert ser.main(flags(**TOY | dict(data=folder, out=tmp_path, workers=2))) == 2
+    line = one_line(capsys)
+    assert "--workers" in line and "No space left" in line
 
 def test_an_error_with_loader_processes_ends_the_run(folder, tmp_path, monkeypatch, capsys):
     """Whatever is raised in a step: the loader's processes are let go, and the run does not
@@ -2379,6 +2429,50 @@ def test_torchrun_trains_on_drawn_images(tmp_path):
     assert {"loss", "inv", "equiv", "patch_top1", "grad_equiv", "lr", "momentum"} <= set(rest[0])
     assert ser.load_checkpoint(tmp_path / "last.pt")["step"] == 3
     assert done.stdout.count("eval_linear.py --checkpoint") == 1
+
+ELASTIC = TOY | dict(epochs=2.0, save_every=2)     # ten steps
+DYING = """
+import os, signal, ser
+update = ser.MoCoV3.update
+begun = []
+def dying(base, progress):
+    begun.append(progress)
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], len(begun)
+    if life == ("0", "1", 6):
+        os.kill(os.getpid(), signal.SIGKILL)
+    update(base, progress)
+ser.MoCoV3.update = dying
+ser.leave(ser.main())
+"""
+
+def undisturbed(rank, ranks, folder):
+    """A rank of a run that is not killed."""
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    ser.train(Config(**ELASTIC | dict(data=f"{folder}/images", out=f"{folder}/whole")))
+    dist.barrier()     # rank 0 has saved
+    dist.destroy_process_group()
+    os._exit(0)     # gloo's threads can abort an interpreter that ends normally
+
+def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(folder, tmp_path):
+    """By the elastic recipe of paper/README.md: rank 1 is killed in step 6, rank 0, which saves,
+    cannot go on, and both begin again after step 4, the last that was saved."""
+    (tmp_path / "images").symlink_to(folder)
+    (tmp_path / "dying.py").write_text(DYING)
+    settings = ELASTIC | dict(data=tmp_path / "images", out=tmp_path / "killed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max_restarts=3", str(tmp_path / "dying.py"), *flags(**settings)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1",
+                                "PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    begins = [record["start"] for record in records(tmp_path / "killed") if "start" in record]
+    assert begins == [0, 4]
+    run_ranks(undisturbed, 2, tmp_path)
+    assert last_state(tmp_path / "killed")["step"] == 10
+    assert same_run(tmp_path / "killed", tmp_path / "whole")
+    assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
 
 # ==== 10. Command line ============================================================================
 BAD = {     # settings that differ from a good command -> what the one line on stderr must hold

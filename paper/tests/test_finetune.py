@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,28 @@ def test_the_loss_is_the_smoothed_cross_entropy_of_the_probes_crops(toy, drawn):
     own = -log_p[torch.arange(24), torch.tensor(labels)].mean()
     close(torch.tensor(result["losses"]), (0.75 * own - 0.25 * log_p.mean()).view(1), 1e-6)
 
+def test_a_run_is_a_plain_loop_over_its_batches(toy, drawn):
+    """Step by step: the crops of the order, the loss, its gradient alone, and AdamW at the rate of
+    the step times the scale of the layer; the losses are means over the steps of an epoch."""
+    model, cfg = model_of(toy, warmup_epochs=1, drop_path=0.0, label_smoothing=0.0)
+    result = finetune.finetune(cfg)
+    crops = Crops(coloured(), 16, cfg.seed)
+    optimizer = torch.optim.AdamW(groups(model, cfg))
+    losses = []
+    for step, keys in enumerate(ser.batch_keys(24, cfg, 0, 6)):
+        images, labels = zip(*(crops[key.epoch, key.index] for key in keys))
+        loss = F.cross_entropy(model(torch.stack(images)), torch.tensor(labels))
+        optimizer.zero_grad()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr_at(step, 24) * group["scale"]
+        optimizer.step()
+        losses.append(loss.item())
+    close(torch.tensor(result["losses"]), torch.tensor(losses).view(2, 3).mean(1), 1e-6)
+    after = ser.load_checkpoint(Path(toy).with_name("finetune.pt"))["model"]
+    for name, weight in model.state_dict().items():
+        close(after[name], weight, 1e-6)
+
 def test_it_learns_the_images_it_sees(toy, drawn):
     fast = dict(epochs=10, base_lr=0.15, drop_path=0.0, layer_decay=1.0, label_smoothing=0.0)
     result = finetune.finetune(Settings(checkpoint=toy, **QUICK | fast))
@@ -196,8 +219,35 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(toy, drawn, tmp_pa
     assert results[0]["top1"] == results[1]["top1"] and results[0]["losses"] == results[1]["losses"]
     with pytest.raises(ser.UserError, match="another run .epochs 2 there, 3 here.*use a new --out"):
         finetune.finetune(dataclasses.replace(broken, epochs=3))
-    again = finetune.finetune(dataclasses.replace(broken, workers=0))     # finished: only evaluated
+    again = finetune.finetune(dataclasses.replace(broken, workers=1))     # finished: only evaluated
     assert again["losses"] == results[0]["losses"]
+
+def test_the_state_of_another_checkpoint_or_data_set_is_refused(toy, drawn, tmp_path):
+    """Also where it lies at the same place."""
+    cfg = Settings(checkpoint=toy, **QUICK | dict(epochs=1))
+    finetune.finetune(cfg)
+    fewer = dataclasses.replace(cfg, fraction=0.5, out=str(cfg.result))
+    with pytest.raises(ser.UserError, match="images 24 there, 12 here"):
+        finetune.finetune(fewer)
+    checkpoint(tmp_path, moco_hidden=16, seed=1)
+    with pytest.raises(ser.UserError, match="sha256 .* there"):
+        finetune.finetune(cfg)
+
+class Heard(torch.utils.data.Dataset):
+    """Its items are what the process that reads them does on a stop signal."""
+    collate = staticmethod(list)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, key):
+        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+def test_loader_processes_leave_stop_signals_to_the_training():
+    """Ctrl-C reaches all processes, and one line on the screen is enough."""
+    cfg = Settings(**QUICK | dict(batch_size=2, workers=1))
+    batch, = training.loader_of(Heard(), cfg, 0, 1)
+    assert batch == [(signal.SIG_IGN, signal.SIG_IGN)] * 2
 
 def rank_main(rank, ranks, folder):
     torch.set_num_threads(1)
@@ -205,13 +255,34 @@ def rank_main(rank, ranks, folder):
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
     cfg = Settings(data=f"{folder}/images", checkpoint=f"{folder}/last.pt",
                    out=f"{folder}/two.json", **QUICK | dict(drop_path=0.0, epochs=1))
-    finetune.finetune(cfg)
+    if rank > 0:     # only rank 0 writes
+        ser.save_whole = training.write_json = lambda *_: os._exit(3)
+    found = finetune.finetune(cfg)
+    assert finetune.finetune(cfg)["broken"] == found["broken"]     # finished: only evaluated
+    spoilt = dataclasses.replace(cfg, data=f"{folder}/spoilt", out=f"{folder}/spoilt.json")
+    with pytest.raises(ser.UserError, match="4 of 48 images cannot be read"):
+        finetune.finetune(spoilt)
+    with pytest.raises(ser.UserError, match="--batch-size 9: 2 ranks share it"):
+        finetune.finetune(dataclasses.replace(cfg, batch_size=9, out=f"{folder}/nine.json"))
     dist.destroy_process_group()
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally
 
+def spoilt_folder(root, cfg):
+    """image_folder's, where each of two ranks meets two broken files of train in an epoch."""
+    image_folder(root)
+    Image.new("RGB", (24, 24)).save(root / "train/n00/000.png")     # mended
+    paths = sorted(root.glob("train/*/*.png"))
+    for rank in (0, 1):
+        first = next(ser.batch_keys(48, cfg, 0, 6, rank, 2))
+        for key in first[:2]:
+            paths[key.index].write_bytes(b"no image")
+
 def test_two_ranks_equal_one(toy, tmp_path):
-    """Weights, accuracy and broken files, where each of the ranks meets one broken file or none."""
+    """Weights, accuracy and broken files, where each of the ranks meets one broken file or none;
+    four broken files are too many, although neither rank alone meets more than the three that are
+    tolerated."""
     data = image_folder(tmp_path / "images")
+    spoilt_folder(tmp_path / "spoilt", Settings(**QUICK))
     run_ranks(rank_main, 2, tmp_path)
     cfg = Settings(data=data, checkpoint=toy, **QUICK | dict(drop_path=0.0, epochs=1))
     one = finetune.finetune(cfg)
