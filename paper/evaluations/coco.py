@@ -176,7 +176,7 @@ def detect(model: FasterRCNN, images: Loaded, cfg: Settings, device: torch.devic
     model.eval()
     # One image at a time: torchvision pads a batch to its largest image, tokens attend to the
     # padding too, and the result would depend on an image's neighbours.
-    loader = training.loader_of_val(images, 1, cfg)
+    loader = training.loader_of_val(images, 1, cfg, rank, ranks)
     found = []
     broken = set()
     for batch in tqdm(loader, "val2017", disable=rank > 0):

@@ -176,7 +176,7 @@ def accuracy(model: Classifier, images: Labelled, cfg: Settings,
     ranks share the images, and none counts twice."""
     model.eval()
     ranks, rank = ser.ranks_and_rank()
-    loader = training.loader_of_val(images, cfg.batch_size // ranks, cfg)
+    loader = training.loader_of_val(images, cfg.batch_size // ranks, cfg, rank, ranks)
     right = torch.zeros(2, dtype=torch.float64)
     broken: set[str] = set()
     for pixels, labels, names in tqdm(loader, "val", disable=rank > 0):

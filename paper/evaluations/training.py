@@ -79,10 +79,9 @@ def loader_of(images: torch.utils.data.Dataset, cfg: Any, start: int,
         collate_fn=images.collate, num_workers=min(cfg.workers, os.cpu_count() or 1),
         worker_init_fn=ser.leave_signals, pin_memory=torch.cuda.is_available())
 
-def loader_of_val(images: torch.utils.data.Dataset, at_once: int,
-                  cfg: Any) -> torch.utils.data.DataLoader:
-    """This rank's images of val, `at_once` a batch: without an epoch, nothing is drawn."""
-    ranks, rank = ranks_and_rank()
+def loader_of_val(images: torch.utils.data.Dataset, at_once: int, cfg: Any, rank: int,
+                  ranks: int) -> torch.utils.data.DataLoader:
+    """A rank's images of val, `at_once` a batch: without an epoch, nothing is drawn."""
     keys = [ser.Key(None, index, index, False) for index in range(rank, len(images), ranks)]
     return torch.utils.data.DataLoader(
         images, max(1, at_once), sampler=keys, collate_fn=images.collate,

@@ -232,7 +232,7 @@ def work(argv: Sequence[str] | None) -> None:
     text = "\n\n".join(map(markdown, parts.values()))
     text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
              f"{base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is "
-             f"chance {(base.patch_size / base.image_size) ** 2 / 32:.2g}.")
+             f"after block {layer}, chance {(base.patch_size / base.image_size) ** 2 / 32:.2g}.")
     stem = "-".join(map(str, ["decoupling", *options.seeds]))     # of these seeds, and no others
     eval_linear.write_json(out / f"{stem}.json", {
         "seeds": options.seeds, "images": images, "steps": total, "minutes": spent, "text": text,

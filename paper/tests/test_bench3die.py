@@ -100,11 +100,11 @@ def test_the_command(root, listed, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "paper: MoCo-v3 + SER (2+4 views)      70.91    93.15" in printed
     assert "1 broken images in val" in printed and "5 renderings of each object" in printed
-    result = json.loads((tmp_path / "bench3die.json").read_text())
+    result = json.loads((tmp_path / "bench3die-5-views.json").read_text())
     assert result["images"] == {"train": 8, "val": 20} and result["broken"]["val"] == [str(broken)]
     assert result["linear"]["best"]["val"]["top1"] == pytest.approx(95)
     assert bench3die.main([*argv, "--knn", "--random-init"]) == 0
-    assert (tmp_path / "bench3die-knn-random-init.json").exists()
+    assert (tmp_path / "bench3die-5-views-knn-random-init.json").exists()
 
 def test_held_out_objects_are_seen_once(root, listed):
     _, splits = collect(Settings(data=root, split=listed, select_split=0.25), 16)

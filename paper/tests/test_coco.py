@@ -106,7 +106,7 @@ def loaded(root, name):
 def test_photos_are_what_the_annotations_say(root):
     """In the order of ids; boxes as corners; without crowds and boxes of no width."""
     found = loaded(root, "train2017")
-    assert [photo.number for photo in found] == list(range(1, 11))
+    assert [photo.image_id for photo in found] == list(range(1, 11))
     assert found[8].boxes.tolist() == [[6, 30, 32, 54]] and found[8].labels.tolist() == [SQUARE]
     assert found[9].boxes.shape == (0, 4) and found[9].labels.dtype == torch.int64
     assert found[3].path == f"{root}/train2017/000000000004.jpg"
@@ -120,9 +120,9 @@ def test_flips_move_boxes_with_the_pixels(root):
     flips = 0
     for index in range(9):
         still = images[Key(None, index, index, False)]
-        assert still[0].shape == (3, 64, 64) and still[3] == ""     # gray ones too
+        assert still[0].shape == (3, 64, 64) and still[4] == ""     # gray ones too
         for epoch in range(4):
-            image, boxes, labels, _ = images[Key(epoch, index, index, False)]
+            image, boxes, labels, *_ = images[Key(epoch, index, index, False)]
             assert same(labels, still[2])
             left, top, right, bottom = boxes[0].int().tolist()
             inside = image[0, top + 2:bottom - 2, left + 2:right - 2]
@@ -145,8 +145,8 @@ def test_pixels_are_as_stored(tmp_path):
 
 def test_a_broken_file_is_named_and_teaches_nothing(tmp_path):
     photo = Photo(1, str(tmp_path / "a.jpg"), torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
-    _, boxes, labels, name = Loaded([photo], 0)[Key(0, 0, 0, False)]
-    assert len(boxes) == len(labels) == 0 and name.startswith(photo.path)
+    _, boxes, labels, number, name = Loaded([photo], 0)[Key(0, 0, 0, False)]
+    assert number == 1 and len(boxes) == len(labels) == 0 and name.startswith(photo.path)
 
 # ==== Detector ====================================================================================
 def test_the_pyramid_is_five_maps_of_the_normalised_last_map(path):
@@ -191,8 +191,10 @@ def test_the_detector_is_as_the_settings_say(path):
     assert model.roi_heads.box_predictor.cls_score.out_features == 91
     close(torch.tensor(model.transform.image_mean), ser.MEAN.flatten())
     close(torch.tensor(model.transform.image_std), ser.STD.flatten())
-    odd = detector(tiny_encoder(patch_size=14), 91, cfg)     # images are padded to fit 14
-    assert odd.transform.size_divisible == 224
+    wide = detector(tiny_encoder(patch_size=64), 91, cfg)     # images are padded to fit 64
+    assert wide.transform.size_divisible == 64
+    with pytest.raises(ser.UserError, match="14 pixels"):     # of which torchvision makes 1/16
+        detector(tiny_encoder(patch_size=14), 91, cfg)
     assert model.eval()([torch.rand(3, 50, 61)])[0]["boxes"].shape[1] == 4
 
 def test_the_schedule_is_that_of_45k_iterations():
@@ -256,7 +258,7 @@ def test_the_loss_of_a_step_is_torchvisions_own(root, path, tmp_path, small):
     images = []
     targets = []
     for key in keys:
-        image, items = theirs[theirs.ids.index(ours.source[key.index].number)]
+        image, items = theirs[theirs.ids.index(ours.source[key.index].image_id)]
         x = to_tensor(image)
         boxes = []
         for item in items:

@@ -69,7 +69,7 @@ def test_a_changed_scale_is_known(grid):
     joined = match(Colours(), patches(), g, 1)
     assert joined.right.float().mean() > 0.8     # resampling mixes neighbours
     there = destination(g, centres((4, 4))) * torch.tensor(grid)
-    close(joined.there, there)
+    close(joined.expected, there)
     far = correspondence.Match(there, there + torch.tensor([0.0, 0.6]))
     near = correspondence.Match(there, there - torch.tensor([0.5, 0.0]))
     assert not far.right.any() and near.right.all() and (far.distance - 0.6).abs().max() < 1e-5
@@ -85,7 +85,7 @@ def test_shares_are_means_over_tokens_and_images():
     near = []
     for index, image in enumerate(images):
         joined = match(Places(), image, draw_element("all three", index, 4, 0), 1)
-        for a, b in zip(joined.there.tolist(), joined.found.tolist()):
+        for a, b in zip(joined.expected.tolist(), joined.nearest.tolist()):
             apart = max(abs(a[0] - b[0]), abs(a[1] - b[1]))
             right.append(apart <= 0.501)
             near.append(apart <= 1.501)

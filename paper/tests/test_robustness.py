@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy
@@ -92,7 +93,7 @@ def made_result(**changes):
             sets[f"c/{name}/{severity}"] = dict(top1=i + severity, top5=2 * i, broken=[])
     for i, name in enumerate(PERTURBATIONS):
         sets[f"p/{name}"] = dict(top1=i, top5=2 * i, flips=3 * i, top5_distance=0.5, broken=[])
-    return dict(checkpoint="x.pt", step=1, classes=1000, sets=sets)
+    return dict(checkpoint="x.pt", step=1, classes=1000, difficulty=1, sets=sets)
 
 def test_the_table_has_the_papers_columns_means_over_severities_and_over_columns():
     lines = table(made_result()).splitlines()
@@ -128,7 +129,7 @@ def test_c_is_found_in_both_layouts_and_scored_as_by_one_image_at_a_time(checkpo
         paths = sorted(Path(found["folder"]).glob("*/*.png"))
         assert (found["top1"], found["top5"]) == pytest.approx(slow_scores(checkpoint, paths))
     assert len({found["top1"] for found in sets.values()}) > 2
-    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "sets": sets})
+    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "difficulty": 1, "sets": sets})
     assert "6 classes, not 1000" in text and "extra, in no mean: saturate" in text
 
 def test_the_same_command_goes_on_after_the_last_finished_set(checkpoint, tmp_path, monkeypatch):
@@ -159,9 +160,29 @@ def test_the_same_command_goes_on_after_the_last_finished_set(checkpoint, tmp_pa
     assert evaluate(cfg) == resumed
     monkeypatch.setattr(robustness, "score_images", lambda *given: dict(top1=-1.0))
     assert all(one["top1"] >= 0 for one in evaluate(cfg)["sets"].values())
-    toy_checkpoint(Path(checkpoint).parent, seed=1, moco_hidden=16)
-    toy_head(checkpoint)
-    assert all(one["top1"] == -1 for one in evaluate(cfg)["sets"].values())
+    image_sets(tmp_path / "d", ["snow"])     # more files in one of the sets
+    shutil.copy(next(Path(tmp_path, "d/snow/2").glob("*/*.png")),
+                next(Path(root, "snow/2").glob("*/")) / "more.png")
+    values = {name: one["top1"] for name, one in evaluate(cfg)["sets"].items()}
+    assert [name for name, top1 in values.items() if top1 < 0] == ["c/snow/2"]
+
+@pytest.mark.parametrize("other", ["checkpoint", "head", "program"])
+def test_the_result_of_another_checkpoint_head_or_program_is_not_replaced(
+        checkpoint, tmp_path, other):
+    root = image_sets(tmp_path / "c", ["snow"])
+    cfg = settings(checkpoint, c=root)
+    evaluate(cfg)
+    if other == "checkpoint":
+        toy_checkpoint(Path(checkpoint).parent, seed=1, moco_hidden=16)
+        toy_head(checkpoint)
+    if other == "head":
+        toy_head(checkpoint, seed=5)
+    if other == "program":
+        cfg.result.write_text(json.dumps({"linear": 1}))
+    before = cfg.result.read_bytes()
+    with pytest.raises(ser.UserError, match="choose another"):
+        evaluate(cfg)
+    assert cfg.result.read_bytes() == before
 
 def test_broken_images_are_named_and_wrong_and_too_many_are_refused(checkpoint, tmp_path):
     root = image_sets(tmp_path / "c", ["snow"])
@@ -303,7 +324,7 @@ def test_p_is_scored_as_by_one_frame_at_a_time(checkpoint, tmp_path):
         wanted = [100 * sums[0], 100 * sums[1], 100 * sums[2], sums[3]]
         assert [found[key] for key in ("top1", "top5", "flips", "top5_distance")] == pytest.approx(
             [value.item() for value in wanted])
-    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "sets": sets})
+    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "difficulty": 1, "sets": sets})
     ours = next(line for line in text.splitlines() if line.startswith("here"))
     assert ours.split().count("-") == 14     # twelve perturbations and both means
 
@@ -326,13 +347,15 @@ def test_a_truncated_video_is_named_and_wrong_and_too_many_are_refused(checkpoin
     paths = sorted(Path(root).glob("*/*/*/*.mp4"))
     paths[0].write_bytes(paths[0].read_bytes()[:500])
     found = evaluate(settings(checkpoint, p=root, out=str(tmp_path / "b.json")))["sets"]["p/tilt"]
-    assert whole["broken"] == [] and found["broken"] == [str(paths[0])] and found["videos"] == 6
+    assert whole["broken"] == [] and len(found["broken"]) == 1 and found["videos"] == 6
+    assert found["broken"][0].startswith(f"{paths[0]} (")
     rest = videos(tmp_path / "rest", ("tilt",))
     Path(rest, "group0/tilt", *paths[0].parts[-2:]).unlink()
     others = evaluate(settings(checkpoint, p=rest, out=str(tmp_path / "c.json")))["sets"]["p/tilt"]
     assert found["top5"] == pytest.approx(others["top5"] * 5 / 6)
     assert found["flips"] == pytest.approx(others["flips"]) and found["flips"] > 0
-    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "sets": {"p/tilt": found}})
+    text = table({"checkpoint": checkpoint, "step": 7, "classes": 6, "difficulty": 1,
+                  "sets": {"p/tilt": found}})
     assert f"1 broken files in p/tilt, counted as wrong: {paths[0]}" in text
     for path in paths[1:4]:
         path.write_bytes(b"")

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import eval_linear
 from paper.evaluations import tsne
-from paper.evaluations.tsne import Settings, compare, draw_classes, embed, purity, silhouette
+from paper.evaluations.tsne import (Settings, compare, embed, purity, sample_classes,
+                                    silhouette)
 from paper.methods import dino
 from paper.tests.toys import class_folders, meet, toy_checkpoint
 from test_ser import run_ranks, seeded
@@ -63,16 +64,16 @@ def data(tmp_path):
 def test_a_draw_is_of_some_classes_and_some_images_of_each(data):
     _, split = eval_linear.labelled("--data", data)
     cfg = Settings(**QUICK)
-    draws = [draw_classes(split, cfg, number) for number in range(12)]
+    draws = [sample_classes(split, cfg, number) for number in range(12)]
     for draw in draws:
         assert len(draw.labels.unique()) == 3
         assert (torch.bincount(draw.labels)[draw.among] == 4).all()
         assert len(set(draw.source)) == 12
         assert all(f"/n{label:02}/" in path for path, label in zip(draw.source, draw.labels))
-    assert draws[0].source == draw_classes(split, cfg, 0).source
+    assert draws[0].source == sample_classes(split, cfg, 0).source
     assert len({tuple(draw.among) for draw in draws}) > 6
     assert set().union(*(draw.among for draw in draws)) == set(range(6))
-    few = draw_classes(split, Settings(**QUICK | dict(per_class=50)), 0)
+    few = sample_classes(split, Settings(**QUICK | dict(per_class=50)), 0)
     assert len(few.source) == 18
 
 def test_a_comparison_is_one_picture_and_its_numbers(data, tmp_path, capsys):
@@ -118,7 +119,7 @@ def test_ready_images_are_not_cropped_again(data, tmp_path):
         found[ready] = compare(cfg)["encoders"]["a"]["silhouette"]["values"]
     assert found[False] != found[True]
     _, split = eval_linear.labelled("--data", data)
-    assert draw_classes(split, cfg, 0).ready
+    assert sample_classes(split, cfg, 0).ready
 
 def test_mistakes_are_one_line(data, tmp_path, capsys):
     path = toy_checkpoint(tmp_path / "a", moco_hidden=16)

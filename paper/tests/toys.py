@@ -23,10 +23,10 @@ def toy_checkpoint(folder, build=ser.build, kind=ser.Config, seed=0, **settings)
                               config=vars(cfg), images="8", model=model.state_dict(), optimizer={}))
     return str(path)
 
-def toy_head(checkpoint, name="eval-head.pt", suffix="", classes=CLASSES, blocks=2):
+def toy_head(checkpoint, name="eval-head.pt", suffix="", classes=CLASSES, blocks=2, seed=3):
     """A head such as eval_linear.py leaves beside a checkpoint."""
     digest = hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest()[:16] + suffix
-    weight = torch.randn(len(classes), blocks * SHAPE["dim"], generator=seeded(3))
+    weight = torch.randn(len(classes), blocks * SHAPE["dim"], generator=seeded(seed))
     ser.save_whole(Path(checkpoint).with_name(name), dict(
         weight=weight, bias=torch.zeros(len(classes)), classes=list(classes), blocks=blocks,
         digest=digest))
