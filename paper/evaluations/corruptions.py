@@ -103,7 +103,7 @@ class Corrupted(Dataset):
         own = {"seed": seed} if name in ("glass_blur", "impulse_noise") else {}
         changed = corrupt(image, severity, name, **own)
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_suffix(".tmp")
+        beside = target.with_suffix(f".{os.getpid()}.tmp")     # two processes may make one C
         Image.fromarray(changed).save(beside, "JPEG", quality=85)     # as the original's
         os.replace(beside, target)
 

@@ -1,13 +1,14 @@
 """Encoders to and from timm, from MoCo-v3's own checkpoints, and without what only training needs.
 
     python -m paper.experiments.convert --from-timm FILE.pth --out runs/given/last.pt
-    python -m paper.experiments.convert --to-timm runs/ser/last.pt FILE.pth
+    python -m paper.experiments.convert --to-timm runs/moco/last.pt FILE.pth
     python -m paper.experiments.convert --encoder-only runs/ser/last.pt FILE.pt
 
 --from-timm takes the state dict of a plain ViT of timm's (also DeiT's, DINO's), or a checkpoint of
 MoCo-v3 (`--momentum`: its momentum encoder). `ser.py --init` and `eval_linear.py --checkpoint` take
-what it writes. --to-timm writes a state dict for the model that it prints. --encoder-only leaves
-out heads, momentum branch and optimizer: of a ViT-S, 87 MB stay. Each prints what it wrote.
+what it writes. --to-timm, of a run with --cls-layer 0, writes a state dict for the model that it
+prints. --encoder-only leaves out heads, momentum branch and optimizer: of a ViT-S, 87 MB stay. Each
+prints what it wrote.
 
 The function stays the same: with cls_layer 0 our ViT and timm's give equal outputs. Two things have
 another form here. timm's position codes are rows (1, 1 + N, D), ours a map (1, D, g, g); and timm's
@@ -46,7 +47,7 @@ def foreign_weights(path: str, momentum: bool) -> tuple[dict[str, Tensor], bool]
         reason = str(error).split("\n")[0]
         raise UserError(f"--from-timm {path} cannot be read as tensors: {reason}") from None
     require(isinstance(state, dict), f"--from-timm {path} holds no state dict")
-    state = state.get("state_dict", state)
+    state = state.get("state_dict", state.get("model", state))     # MoCo-v3's, DeiT's, timm's
     prefix = MOCO[1] if momentum else MOCO[0]
     of_moco = any(name.startswith(prefix) for name in state)
     require(of_moco or not momentum, f"--momentum: {path} holds no {prefix}*")
@@ -61,7 +62,7 @@ def from_timm(weights: dict[str, Tensor], heads: int, cls_layer: int = 0) -> ViT
     weights = dict(weights)
     codes = weights["pos_embed"]                                      # (1, 1 + N, D) or (1, N, D)
     grid = math.isqrt(codes.shape[1])
-    if grid ** 2 != codes.shape[1]:
+    if grid ** 2 != codes.shape[1]:     # 1 + N: a row for [CLS] in front
         weights["cls_token"] = weights["cls_token"] + codes[:, :1]
         codes = codes[:, 1:]
         grid = math.isqrt(codes.shape[1])
@@ -123,7 +124,8 @@ def convert(options: argparse.Namespace) -> str:
     require(not Path(target).exists(), f"{target} is there already: choose another name")
     if options.from_timm:
         weights, of_moco = foreign_weights(source, options.momentum)
-        encoder = from_timm(weights, options.heads or 12 * of_moco, options.cls_layer)
+        heads = options.heads or (12 if of_moco else 0)     # MoCo-v3's ViT-S; 0: width / 64
+        encoder = from_timm(weights, heads, options.cls_layer)
         names = {field.name for field in dataclasses.fields(ser.Config)}
         shape = {name: value for name, value in encoder.shape.items() if name in names}
         state = checkpoint(encoder, dict(step=0, program="ser.py", images="",

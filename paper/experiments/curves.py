@@ -4,7 +4,7 @@
     python -m paper.experiments.curves runs/moco runs/ser --out curves.png
 
 A RUN is the folder of a run, or its log.jsonl. One colour a run; chance is dotted. Losses have to
-fall below their chance and retrieval has to rise above it (1 / tokens of b2, which is near 0);
+fall below their chance and retrieval has to rise above 1 / tokens of b2, which is not drawn;
 `spread` must not fall to 0, where all images have one embedding. `waiting` is the share of the time
 in which training waits for images. The picture is written to --out, whose path is printed.
 """
@@ -65,7 +65,7 @@ def empty_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 def write_png(figure: Any, path: Path) -> None:
-    """Write the figure in 64 colours, which a third of the bytes hold. Raises UserError."""
+    """Write the figure, reduced to 64 colours, a third of the size. Raises UserError."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=100)
     try:

@@ -12,8 +12,8 @@ The paper, ViT-S, 100 epochs of ImageNet, linear top-1 (M parameters):
 An add-on's loss is on [CLS] after block --layer, the last one or SER's, and [CLS] is there from the
 first block on. Images, epochs and batch are alike, and weights are those of the methods' scripts;
 nothing was tuned. EquiMod encodes a third view, E-SSL four small crops. STL and E-SSL at SER's
-layer are ours. --ratio, --weight, --temperature, --cls-layer, --equiv-layers and --group go to SER
-alone, all other flags of ser.py to all runs alike.
+layer are ours. --ratio, --weight, --temperature, --cls-layer and --group go to SER alone, all other
+flags of ser.py to all runs alike; --equiv-layers is SER's layer, and so the add-ons' early one.
 
 It prints three tables: a row for each run, with differences to MoCo-v3 within a seed, retrieval
 after SER's block, and the cost; what the layer changed; whether a method learned its own task,
@@ -27,7 +27,7 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, Callable, Sequence
 
 import torch
@@ -35,9 +35,9 @@ import torch
 import eval_linear
 import ser
 from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.imagenette import ARMS
-from paper.experiments.runs import (ELEMENTS, Measured, Rows, base_settings, complete, count_images,
-                                    evaluate, markdown, minutes, over_seeds, resumable, steps_of)
+from paper.experiments.runs import (ELEMENTS, PLAIN, Measured, Rows, base_settings, complete,
+                                    evaluate, markdown, minutes, over_seeds, resumable,
+                                    retrieval_chance, source_of, steps_of)
 from paper.methods import augself, equimod, essl, stl
 from ser import Config, require
 
@@ -57,8 +57,8 @@ TASKS = {
 
 # ==== The runs ====================================================================================
 def add_on(module: Any, base: Config, layer: int) -> Any:
-    """The settings of an add-on at a layer: what its script sets otherwise than ser.py, or leaves
-    to SER, is as there (so is cls_layer, 0); all else is as in `base`."""
+    """The settings of an add-on at a layer: those of `base`, but for the fields that the add-on has
+    itself (`added`, such as cls_layer, 0) or refuses (`unused`), which are as in its script."""
     kind = module.Settings
     own = kind() if base.data else kind(**kind.drawn)
     kept = {*kind.added, *kind.unused}
@@ -78,7 +78,7 @@ def runs(base: Config, out: Path, seeds: Sequence[int]) -> Runs:
     layer = max(base.equiv_layers)
     require(layer < base.depth, f"--equiv-layers {layer}: must be before the last block, "
             f"{base.depth}, to which SER's is compared")
-    settings = {"MoCo-v3": dataclasses.replace(base, **ARMS["moco"]), "SER": base}
+    settings = {"MoCo-v3": dataclasses.replace(base, **PLAIN), "SER": base}
     for method, module in METHODS.items():
         for at in (base.depth, layer):
             settings[f"{method}, layer {at}"] = add_on(module, base, at)
@@ -108,14 +108,11 @@ def measure(cfg: Any, layer: int, random_init: bool = False) -> dict[str, float]
     return values
 
 def step_seconds(cfg: Any) -> float:
-    """Seconds a step, loading and saving included: the median over the records of the log, each of
-    which has the mean rate since the one before."""
-    rates = series(records(cfg.out), "images_per_s")
-    return median(cfg.batch_size / rate for rate in rates.values())
+    """Seconds a step, the mean over the run, with loading and saving."""
+    return 60 * minutes(cfg) / max(records(cfg.out))
 
 def parameters(title: str, cfg: Any) -> int:
     """How many parameters are trained."""
-    cfg = dataclasses.replace(cfg, init="")
     with torch.device("meta"):     # shapes, no memory
         model = builder(title)(cfg)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -140,9 +137,9 @@ def summary(found: Measured, configs: Runs) -> Rows:
         measured = found[title]
         for name in measured[0]:
             columns[name] = over_seeds([one[name] for one in measured])
-            if name in ACCURACIES:
+            if name in ACCURACIES:     # paired, within a seed
                 paired = differences(found, title, "MoCo-v3", name)
-                columns[name.replace(",", " - MoCo-v3,")] = paired
+                columns[f"{name} - MoCo-v3"] = None if title == "MoCo-v3" else paired
         columns |= {"s/step": None, "parameters, M": None}
         if title in configs:
             cfgs = configs[title]
@@ -208,20 +205,19 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")
     given = {argument.partition("=")[0] for argument in rest}
     require("--seed" not in given, "--seed: the runs differ in it, use --seeds")
-    # Choice: 6 blocks for drawn images, not the 4 of ser.py: with [CLS] after block 2 a linear head
-    # reads it after as many blocks, 4, as that of a plain ViT. In the paper both read 4 of 12.
     return options, base_settings(options.data, rest)
 
 def work(argv: Sequence[str] | None) -> None:
     """Train and measure what is missing, and print. Raises UserError and SystemExit."""
     options, base = parse(argv)
     figure = empty_figure(12, 6)     # now, not after hours
-    images = count_images(base)
-    total = steps_of(base, images)
+    source = source_of(base)
+    total = steps_of(base, len(source))
     layer = max(base.equiv_layers)
     out = Path(options.out)
     configs = runs(base, out, options.seeds)
-    trained = complete(configs, total, lambda cfg: measure(cfg, layer), builder)
+    trained = complete(configs, total, ser.digest(source), lambda cfg: measure(cfg, layer),
+                       builder)
     # Choice: MoCo-v3's encoder, as most runs began with a plain ViT.
     untrained = [measure(cfg, layer, random_init=True) for cfg in configs["MoCo-v3"]]
     found = {"untrained": untrained, **trained}
@@ -230,12 +226,13 @@ def work(argv: Sequence[str] | None) -> None:
              "tasks": tasks(configs)}
     spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
     text = "\n\n".join(map(markdown, parts.values()))
-    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
-             f"{base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is "
-             f"after block {layer}, chance {(base.patch_size / base.image_size) ** 2 / 32:.2g}.")
+    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {len(source)} images, {total} steps "
+             f"of {base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is "
+             f"after block {layer}, chance {retrieval_chance(base):.2g}.")
     stem = "-".join(map(str, ["decoupling", *options.seeds]))     # of these seeds, and no others
     eval_linear.write_json(out / f"{stem}.json", {
-        "seeds": options.seeds, "images": images, "steps": total, "minutes": spent, "text": text,
+        "seeds": options.seeds, "images": len(source), "steps": total, "minutes": spent,
+        "text": text,
         "settings": {title: vars(cfgs[0]) for title, cfgs in configs.items()}, **parts})
     draw(figure, table, layer)
     write_png(figure, out / f"{stem}.png")

@@ -3,11 +3,13 @@
     python -m paper.experiments.imagenette --data imagenette2-160
     python -m paper.experiments.imagenette --data DIR --seeds 0 --without corruptions
 
-DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of ten epochs: hours on a CPU.
+DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of ten epochs: hours on a CPU; on
+a GPU ViT-S for 100 epochs (runs.py).
 Flags of ser.py go to every arm alike. The arms of a seed have the same budget and the same images
 in the same order and differ in ARMS alone (control: lambda = 0).
 
-It prints a table, a row per measure, mean ± std over seeds and paired differences: linear and MLP
+It prints a table, a row per measure, mean ± std over seeds and paired differences, beside SER's
+encoder before training: linear and MLP
 heads (their rate chosen on held-out training images) and 20-NN, on features of centre crops; how
 well turns and flips can be told from frozen tokens; top-1 on made corruptions of ten val images a
 class; after blocks, retrieval and the score of Table 3; below it SER's gradient norms, images,
@@ -20,39 +22,41 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import os
 import shlex
 from pathlib import Path
 from statistics import mean
-from typing import Any, Sequence
-
-import torch
+from typing import Any, Callable, Sequence
 
 import eval_linear
 import ser
 from paper.evaluations import corruptions
 from paper.experiments import measures
 from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.runs import (CPU, ELEMENTS, GPU, Rows, evaluate, finished, flags, markdown,
-                                    minutes, over_seeds, resumable, shared, steps_of, train)
+from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, complete, evaluate, flags,
+                                    markdown, minutes, over_seeds, resumable, retrieval_chance,
+                                    source_of, steps_of)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.imagenette"
 ARMS: dict[str, dict[str, Any]] = {
-    "moco": dict(ratio=0.0, cls_layer=0), "control": dict(weight=0.0), "ser": {}}
+    "moco": PLAIN, "control": dict(weight=0.0), "ser": {}}
 COLORS = {"untrained": "gray", "moco": "tab:blue", "control": "tab:orange", "ser": "tab:green"}
 OPTIONAL = ("mlp", "curve", "moved", "corruptions")
 
 # ==== Measurements ================================================================================
-def measure(cfg: Config, without: Sequence[str], corrupted: Path,
+def measure(cfg: Config, without: Sequence[str], corrupted: Callable[[], Path],
             random_init: bool = False) -> dict[str, float]:
-    """All that is measured on a finished run, by name, or on the encoder that it began with."""
+    """All that is measured on a finished run, by name, or on the encoder that it began with.
+    corrupted: makes the corruptions, and returns their folder."""
     heads = ("linear",) if "mlp" in without else ("linear", "MLP")
     found = evaluate(cfg, random_init, heads)
     if "moved" not in without:
         found |= measures.moved(cfg, "untrained" if random_init else "trained")
     if "corruptions" not in without:
-        found |= measures.corrupted(cfg, corrupted, random_init)
+        found |= measures.corrupted(cfg, corrupted(), random_init)
     return found
 
 # ==== Report ======================================================================================
@@ -74,9 +78,9 @@ def plot_seeds(axes: Any, column: str, curves: list[dict[int, float]]) -> None:
     """A thin line for each seed, and a thick one for their mean."""
     for curve in curves:
         axes.plot(list(curve), list(curve.values()), color=COLORS[column], linewidth=0.5, alpha=0.5)
-    shared = sorted(set.intersection(*map(set, curves)))     # a stopped run has records of its own
-    means = [mean(curve[x] for curve in curves) for x in shared]
-    axes.plot(shared, means, color=COLORS[column], label=column)
+    common = sorted(set.intersection(*map(set, curves)))     # a resumed run has a record more
+    means = [mean(curve[x] for curve in curves) for x in common]
+    axes.plot(common, means, color=COLORS[column], label=column)
 
 def draw(figure: Any, runs: dict[str, list[Config]], rows: Rows,
          curves: dict[str, list[dict[str, float]]]) -> None:
@@ -89,13 +93,17 @@ def draw(figure: Any, runs: dict[str, list[Config]], rows: Rows,
                                    for one in of_seeds])
     above[3].set(xlabel="epoch", title="20-NN, top-1 % (a part of val)")
     strengths = [name for name in rows if name.startswith("corrupted, severity")]
-    for column in COLORS if strengths else ():
-        found = [rows[name][column]["values"] for name in strengths]
-        plot_seeds(below[3], column, [dict(enumerate(one, 1)) for one in zip(*found)])
+    for column in COLORS:
+        if strengths:
+            found = [rows[name][column]["values"] for name in strengths]     # [severity][seed]
+            plot_seeds(below[3], column, [dict(enumerate(one, 1)) for one in zip(*found)])
     below[3].set(xlabel="severity", title="made corruptions, top-1 %")
+    above[3].set_visible(bool(curves))
+    below[3].set_visible(bool(strengths))
     for axes, key in zip(above, ("inv", "equiv", "patch_top1")):
         for arm, cfgs in runs.items():
-            if key == "inv" or arm != "moco":     # moco has no b2
+            # moco has no b2, and the control's is read through a projector that nothing trained.
+            if key == "inv" or arm == "ser":
                 plot_seeds(axes, arm, [series(records(one.out), key) for one in cfgs])
         if key != "patch_top1":
             chance = series(records(cfg.out), f"{key}_chance")
@@ -133,41 +141,43 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     folder = Path(options.figure).parent
     require(folder.is_dir(), f"--figure {options.figure}: there is no such folder")
     require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")
-    size = GPU if torch.cuda.is_available() else CPU
-    cfg = shared(options.data, size, rest, measures.Kept)
-    require(cfg.ratio > 0, "--ratio 0 leaves SER no images: moco alone has it")
+    require("corruptions" in options.without or importlib.util.find_spec("imagecorruptions"),
+            "made corruptions need imagecorruptions-imaug: pip install -r paper/requirements.txt, "
+            "or --without corruptions")
+    cfg = base_settings(options.data, rest, measures.Kept)
+    require(cfg.epochs % 1 == 0 or "curve" in options.without,
+            f"--epochs {cfg.epochs}: whole ones, or --without curve")
     return options, cfg
 
 def run(options: argparse.Namespace, cfg: Config) -> str:
     """Train and measure what is missing; returns what to print. Raises UserError and SystemExit."""
     figure = empty_figure(13, 5.6)     # now, not after hours
-    settings = eval_linear.Settings(data=cfg.data, test=())
-    classes = eval_linear.collect(settings, cfg.image_size)[0]
-    paths = ser.list_images(cfg.data)
+    paths = source_of(cfg)
     out = Path(options.out)
     total = steps_of(cfg, len(paths))
     runs: dict[str, list[Config]] = {}
     for arm, changes in ARMS.items():
         runs[arm] = [dataclasses.replace(cfg, seed=seed, out=str(out / f"{arm}-{seed}"), **changes)
                      for seed in options.seeds]
-        for one in runs[arm]:     # a mistake shows now, too
-            finished(one, total)
-    corrupted = out / "corrupted"
-    if "corruptions" not in options.without:     # what is there already stays
-        corruptions.make(str(corrupted), cfg.data, measures.CORRUPTED, 0, cfg.workers)
-    found: dict[str, list[dict[str, float]]] = {column: [] for column in COLORS}
-    curves: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-    terms = []
-    for place in range(len(options.seeds)):     # all arms of a seed, so that a part is paired
-        for arm in ARMS:
-            one = runs[arm][place]
-            if not finished(one, total):
-                train(one)
-            found[arm].append(measure(one, options.without, corrupted))
-            if "curve" not in options.without:
-                curves[arm].append(measures.neighbours(one))
-        found["untrained"].append(measure(one, options.without, corrupted, random_init=True))
-        terms.append(measures.gradient_terms(one, paths))
+
+    @functools.cache
+    def corrupted() -> Path:
+        folder = out / "corrupted"     # images that are there stay
+        corruptions.make(str(folder), cfg.data, measures.CORRUPTED, 0, cfg.workers)
+        return folder
+
+    by_arm: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+
+    def measured(one: Config) -> dict[str, float]:
+        if "curve" not in options.without:
+            by_arm[Path(one.out).name.split("-")[0]].append(measures.neighbours(one))
+        return measure(one, options.without, corrupted)
+
+    found = complete(runs, total, ser.digest(paths), measured)
+    found["untrained"] = [measure(one, options.without, corrupted, random_init=True)
+                          for one in runs["ser"]]
+    curves = {} if "curve" in options.without else by_arm
+    terms = [measures.gradient_terms(one, paths) for one in runs["ser"]]
 
     rows = compare(found)
     spent = 0.0
@@ -183,19 +193,19 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
     for when in ("untrained", "trained"):
         inv, equiv, cosine = (mean(one[when][key] for one in terms)
                               for key in ("inv", "equiv", "cosine"))
-        text.append(f"SER {when}, gradient norms in blocks 1 to {layer}: L_inv {inv:.3g}, lambda "
-                    f"L_equiv {equiv:.3g} ({equiv / inv:.2g} of it), cosine between them "
-                    f"{cosine:.2g}.")
-    chance = (cfg.patch_size / cfg.image_size) ** 2 / 32
-    settings = shlex.join(flags(dataclasses.replace(cfg, data="")))
+        text.append(f"SER {when}, norms of a batch's gradient in blocks 1 to {layer}: L_inv "
+                    f"{inv:.3g}, lambda L_equiv {equiv:.3g} ({equiv / inv:.2g} of it), cosine "
+                    f"between them {cosine:.2g}.")
+    classes = len(eval_linear.collect(eval_linear.Settings(data=cfg.data, test=()), 0)[0])
+    command = shlex.join(flags(dataclasses.replace(cfg, data="")))
     text.append(f"Seeds {' '.join(map(str, options.seeds))}; {len(paths)} images, {total} steps of "
                 f"{cfg.batch_size}, {spent:.0f} minutes of training in all; chance: accuracy "
-                f"{100 / len(classes):.3g} %, retrieval {chance:.2g}; {settings}")
+                f"{100 / classes:.3g} %, retrieval {retrieval_chance(cfg):.2g}; {command}")
     eval_linear.write_json(out / "imagenette.json", {
         "seeds": options.seeds, "images": len(paths), "steps": total, "minutes": spent,
         "arms": ARMS, "settings": vars(cfg), "rows": rows, "curves": curves, "gradients": terms,
         "text": text})
-    draw(figure, runs, rows, {} if "curve" in options.without else curves)
+    draw(figure, runs, rows, curves)
     write_png(figure, Path(options.figure or out / "imagenette.png"))
     return "\n".join(text)
 

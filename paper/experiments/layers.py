@@ -7,7 +7,8 @@
 The paper, ViT-S, 100 epochs of ImageNet, top-1 (Table 3, and the tables of its appendix):
     layer       3 / 9 / 12: 69.28 / 68.72 / 68.18, score of rot90 .840 / .888 / .924
     all layers  69.21
-    group       full 69.28, without rot90 69.17, and without hflip 69.12, or without scale 68.67
+    group       full 69.28, without rot90 69.17, without rot90 and hflip 69.12, without rot90 and
+                scale 68.67
     r           0 / .005 / .01 / .02: 68.44 / 69.08 / 69.28 / 68.30
     lambda      0 / .5 / 1 / 5 / 10: 68.82 / 69.28 / 68.92 / 68.73 / 68.67
 The figure's values are in its picture alone (left top-1, right top-5). In the release one setting
@@ -15,8 +16,10 @@ ties the layer to [CLS], and the last layer crashes.
 
 Flags of ser.py go to all runs alike. It prints a table, a row for each run: linear heads and 20-NN
 on features of centre crops, and the scores of Table 3 with retrieval after the last block. All
-numbers go to layers.json in --out, the two panels of the paper's figure to layers.png. Runs that
-are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
+numbers go to layers-PANELS-SEEDS.json in --out, the two panels of the paper's figure to a PNG of
+that name. Runs that are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
+A linear head reads [CLS] after the last four blocks that have one, after fewer where it enters
+late: part of a fall of accuracy there is the head's.
 """
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ from typing import Any, Sequence
 import eval_linear
 import ser
 from paper.experiments.curves import empty_figure, write_png
-from paper.experiments.runs import (ELEMENTS, Rows, base_settings, complete, count_images, evaluate,
-                                    markdown, minutes, over_seeds, resumable, steps_of)
+from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, complete, evaluate,
+                                    markdown, minutes, over_seeds, resumable, source_of, steps_of)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.layers"
@@ -41,19 +44,20 @@ Grid = dict[str, dict[str, dict[str, Any]]]     # panel -> point -> settings
 def grid(base: Config) -> Grid:
     """What every panel varies of `base`, whose run is a point of each panel."""
     depth = base.depth
-    places = sorted({max(1, round(share * depth / 12)) for share in (1, 3, 6, 9, 12)})
-    middle = base.equiv_layers
+    places = {max(1, round(share * depth / 12)) for share in (1, 3, 6, 9, 12)}
+    places = sorted(places | {max(base.equiv_layers)})
+    own = base.equiv_layers
     return {
         # [CLS] enters after the layer of L_equiv. After the last block it could not: there it is a
         # plain ViT's.
         "layer": {str(l): dict(equiv_layers=(l,), cls_layer=l % depth) for l in places},
-        "cls": {str(c): dict(equiv_layers=middle, cls_layer=c) for c in (0, *places[:-1])},
+        "cls": {str(c): dict(equiv_layers=own, cls_layer=c) for c in (0, *places[:-1])},
         "all": {"one layer": {}, "all layers": dict(equiv_layers=tuple(range(1, depth + 1)))},
         "group": {"full": {},
                   "- rot90": dict(group=("hflip", "scale")),
                   "- rot90 - hflip": dict(group=("scale",)),
                   "- rot90 - scale": dict(group=("hflip",))},
-        "r": {"0 (MoCo-v3)": dict(ratio=0.0, cls_layer=0),
+        "r": {"0 (MoCo-v3)": PLAIN,
               f"{base.ratio / 2:g}": dict(ratio=base.ratio / 2),
               f"{base.ratio:g}": {},
               f"{base.ratio * 2:g}": dict(ratio=base.ratio * 2)},
@@ -94,7 +98,8 @@ def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
     """Left, by the layer of L_equiv; right, by the layer after which [CLS] enters. Thin lines are
     seeds; on the axis to the right, dotted, the score of Table 3 after the last block."""
     panels = [panel for panel in ("layer", "cls") if panel in points]
-    titles = {"layer": "L_equiv and [CLS] at layer", "cls": "[CLS] enters after block"}
+    titles = {"layer": "L_equiv and [CLS] at layer (at the last: [CLS] at 0)",
+              "cls": "[CLS] enters after block"}
     for axes, panel in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
         places = [int(point) for point in points[panel]]
         found = [rows[run_name(base, settings)] for settings in points[panel].values()]
@@ -107,7 +112,7 @@ def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
         for element in ELEMENTS:
             scores = [row[f"{element} score"]["mean"] for row in found]
             right.plot(places, scores, ":", label=element)
-        right.set(ylabel="score after the last block (dotted)")
+        right.set(ylabel="score (cosine) after the last block, dotted")
         right.legend(fontsize="small")
 
 # ==== Command line ================================================================================
@@ -138,11 +143,12 @@ def work(argv: Sequence[str] | None) -> None:
     """Train and measure what is missing, and print. Raises UserError and SystemExit."""
     options, base, points = parse(argv)
     figure = empty_figure(10, 4)     # now, not after hours
-    images = count_images(base)
-    total = steps_of(base, images)
+    source = source_of(base)
+    total = steps_of(base, len(source))
     out = Path(options.out)
     configs = runs(base, points, out, options.seeds)
-    measured = complete(configs, total, lambda cfg: evaluate(cfg, heads=("linear",)))
+    measured = complete(configs, total, ser.digest(source),
+                        lambda cfg: evaluate(cfg, heads=("linear",)))
 
     rows = {name: summary(found, base.depth) for name, found in measured.items()}
     shown = {}
@@ -151,13 +157,17 @@ def work(argv: Sequence[str] | None) -> None:
             shown[f"{panel}: {point}"] = rows[run_name(base, settings)]
     text = markdown(shown)
     spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
-    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {images} images, {total} steps of "
-             f"{base.batch_size}, {spent:.0f} minutes of training in all.")
-    eval_linear.write_json(out / "layers.json", {
-        "seeds": options.seeds, "images": images, "steps": total, "minutes": spent,
+    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {len(source)} images, {total} steps "
+             f"of {base.batch_size}, {spent:.0f} minutes of training in all.")
+    if len(options.seeds) == 1:
+        text += " One seed: differences of a few points say nothing."
+    stem = "-".join(map(str, ["layers", *options.panels, *options.seeds]))
+    eval_linear.write_json(out / f"{stem}.json", {
+        "seeds": options.seeds, "images": len(source), "steps": total, "minutes": spent,
         "settings": vars(base), "grid": points, "rows": shown, "text": text})
-    draw(figure, points, rows, base)
-    write_png(figure, out / "layers.png")
+    if "layer" in points or "cls" in points:
+        draw(figure, points, rows, base)
+        write_png(figure, out / f"{stem}.png")
     print(text)
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,13 +41,13 @@ def forward_macs(base: ser.MoCoV3) -> float:
     return 2 * macs(forward)
 
 @functools.cache
-def true_macs(cfg: ser.Config, n_b1: int, *grids: tuple[int, int]) -> float:
+def pass_macs(cfg: ser.Config, n_b1: int, *grids: tuple[int, int]) -> float:
     """MACs of forward and backward on n_b1 images and, with a grid for each view, cfg's b2, as they
     run: no backward in the momentum branch and the frozen patch embedding; blocks of L_equiv that
     are computed again count again; the backward of attention counts as its four products."""
     with torch.device("meta"):
         model = ser.build(cfg)
-    still = torch.zeros(cfg.b2_images(1), dtype=torch.int64)
+    unmoved = torch.zeros(cfg.b2_images(1), dtype=torch.int64)
     views = []
     for v, policy in enumerate(cfg.policies):
         images = []
@@ -57,8 +57,8 @@ def true_macs(cfg: ser.Config, n_b1: int, *grids: tuple[int, int]) -> float:
         if grids:
             height, width = grids[v]
             side = cfg.patch_size
-            images.append(torch.empty(len(still), 3, height * side, width * side, device="meta"))
-            geometry = ser.Geometry(still > 0, still, grids[v])
+            images.append(torch.empty(len(unmoved), 3, height * side, width * side, device="meta"))
+            geometry = ser.Geometry(unmoved > 0, unmoved, grids[v])
         views.append(ser.View(images, None, None, geometry))
     no_autocast = mock.patch("torch.autocast", lambda *_, **__: contextlib.nullcontext())
     with no_autocast:     # meta has none
@@ -71,8 +71,8 @@ def step_macs(cfg: ser.Config, *grids: tuple[int, int]) -> float:
     total = 0.0
     if grids:
         n_b1 -= cfg.b2_images(1)
-        total = true_macs(cfg, 0, *grids)
-    total += n_b1 * true_macs(dataclasses.replace(cfg, ratio=0.0), 2) / 2
+        total = pass_macs(cfg, 0, *grids)
+    total += n_b1 * pass_macs(dataclasses.replace(cfg, ratio=0.0), 2) / 2
     return total / cfg.batch_size
 
 def counted() -> dict[str, dict[str, float]]:
@@ -86,18 +86,20 @@ def counted() -> dict[str, dict[str, float]]:
         with torch.device("meta"):
             model = ser.build(cfg)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        rows[name] = {"trainable": trainable, "macs": forward_macs(model.eval().base),
-                      "true_macs": step_macs(cfg, *grids[name])}
-    # L_equiv: the projector sees both views; an anchor meets both views of every gathered token. By
-    # the paper's count each GPU computes the loss of all images, in both directions.
+        rows[name] = {"trainable": trainable, "forward_macs": forward_macs(model.eval().base),
+                      "step_macs": step_macs(cfg, *grids[name])}
+    # L_equiv, MACs of a GPU: the projector sees the tokens of both views; an anchor meets both
+    # views of every gathered token. By the paper's count each GPU computes the loss of all images,
+    # in both directions.
     anchors = B2 * TOKENS
     gathered = GPUS * anchors
     project = 2 * anchors * (384 * 512 + 512 * 512)
-    meet = 2 * gathered * 512
+    of_an_anchor = 2 * gathered * 512
     row = rows["SER"]
-    papers = row["macs"] + (project + 2 * gathered * meet) / 256
-    rows["SER, the paper's count"] = {"trainable": row["trainable"], "macs": papers}
-    # ser.py: own anchors in one direction; `step_macs` lacks the tokens of 7 GPUs, in 3 products.
-    row["macs"] += (project + anchors * meet) / 256
-    row["true_macs"] += 3 * anchors * 2 * (gathered - anchors) * 512 / 256
+    papers = row["forward_macs"] + (project + 2 * gathered * of_an_anchor) / 256
+    rows["SER, the paper's count"] = {"trainable": row["trainable"], "forward_macs": papers}
+    # ser.py: own anchors in one direction; `step_macs` lacks the tokens of 7 GPUs, in 3 products:
+    # logits, gradient of the anchors, gradient of the keys. 588 anchors are one block.
+    row["forward_macs"] += (project + anchors * of_an_anchor) / 256
+    row["step_macs"] += 3 * anchors * 2 * (gathered - anchors) * 512 / 256
     return rows

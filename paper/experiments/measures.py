@@ -3,6 +3,7 @@ transformation prediction, made corruptions, and the gradients of the two losses
 """
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import mean
 from typing import Any, Sequence
@@ -16,7 +17,7 @@ import ser
 from paper.evaluations import robustness, transformations
 from paper.evaluations.corruptions import CORRUPTIONS, SEVERITIES
 from paper.experiments.runs import once
-from ser import Config
+from ser import Config, require
 
 BATCHES = 4                # of training, for the gradient norms
 CURVE = (2000, 1000)       # images of train and of val for the curve of 20-NN
@@ -24,42 +25,57 @@ MOVED = (2000, 1000)       # the same for transformation prediction
 CORRUPTED = 10             # val images of a class that are corrupted
 
 class Kept(Config):
-    """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last."""
+    """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last, or,
+    of more than 15 epochs, about ten times."""
+
+    @property
+    def kept(self) -> range:
+        """The epochs after which the encoder is kept."""
+        every = max(1, round(self.epochs / 10))
+        return range(every, round(self.epochs), every)
 
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
         super().before_step(optimizer, epoch)
         path = Path(self.out, f"epoch-{round(epoch)}.pt")
-        if epoch > 0 and epoch == round(epoch) and not path.exists():
+        if epoch == 0:     # those of a run that was begun anew
+            for old in path.parent.glob("epoch-*.pt"):
+                old.unlink()
+        if epoch in self.kept and not path.exists():
             state = ser.load_checkpoint(path.with_name("last.pt"))     # of the step before
             state["model"] = {name: weight for name, weight in state["model"].items()
                               if name.startswith("base.encoder.")}
             del state["optimizer"]
             ser.save_whole(path, state)
 
-def neighbours(cfg: Config) -> dict[str, float]:
-    """Epoch -> 20-NN top-1 in percent of a part of the images, from the untrained encoder on."""
+def neighbours(cfg: Kept) -> dict[str, float]:
+    """Epoch -> 20-NN top-1 in percent of a part of the images, from the untrained encoder on.
+    Raises UserError where an encoder was not kept."""
     settings = eval_linear.Settings(data=cfg.data, test=(), workers=cfg.workers)
     device = ser.setup()[0]
 
     def measure() -> dict[str, Any]:
         _, whole = eval_linear.collect(settings, cfg.image_size)
-        splits = {name: transformations.some(whole[name], n, cfg.seed)
+        splits = {name: transformations.some(whole[name], n, seed=0)
                   for name, n in zip(("train", "val"), CURVE)}
         last = Path(cfg.out, "last.pt")
-        paths = {int(path.stem.split("-")[1]): path for path in last.parent.glob("epoch-*.pt")}
-        paths[round(cfg.epochs)] = last
-        encoders = {0: eval_linear.untrained(cfg.seed, ser.load_encoder(last).shape)}
-        encoders |= {epoch: ser.load_encoder(path) for epoch, path in sorted(paths.items())}
         found = {}
-        for epoch, encoder in encoders.items():
+        for epoch in (0, *cfg.kept, round(cfg.epochs)):
+            path = last if epoch in (0, cfg.epochs) else last.with_name(f"epoch-{epoch}.pt")
+            require(path.exists(), f"{path} is missing: this run was not trained by this script; "
+                    "--without curve leaves the curve out")
+            encoder = ser.load_encoder(path)
+            if epoch == 0:
+                encoder = eval_linear.untrained(cfg.seed, encoder.shape)
             frozen = eval_linear.Frozen(encoder.to(device), 1, settings, splits)
             found[str(epoch)] = eval_linear.knn_splits(frozen)["val"]["top1"]
         return {"curve": found}
 
-    return once(Path(cfg.out, "curve.json"), {"images": CURVE}, measure)["curve"]
+    asked = {"images": CURVE, "data": cfg.data}
+    return once(Path(cfg.out, "curve.json"), asked, measure)["curve"]
 
 def moved(cfg: Config, column: str) -> dict[str, float]:
-    """How well turns and flips can be told from frozen tokens, after SER's block and the last."""
+    """How well turns and flips can be told from frozen tokens of an image and its moved version,
+    after SER's block and the last."""
     layers = (max(cfg.equiv_layers), cfg.depth)
     path = Path(cfg.out, "transformations.json")
     images, tests = MOVED
@@ -71,16 +87,20 @@ def moved(cfg: Config, column: str) -> dict[str, float]:
     found = {}
     for task in transformations.TASKS:
         for layer, accuracy in zip(layers, result[column][task]):
-            found[f"{task} told, block {layer}, %"] = accuracy
+            found[f"{task} told from a pair, block {layer}, %"] = accuracy
     return found
 
 def corrupted(cfg: Config, folder: Path, random_init: bool = False) -> dict[str, float]:
     """Top-1 of the linear head on made corruptions, by severity and as the paper's mean."""
     column = "untrained" if random_init else "trained"
+    out = Path(cfg.out, f"robustness-{column}.json")
     how = robustness.Settings(
         checkpoint=str(Path(cfg.out, "last.pt")), random_init=random_init, c=str(folder),
         head=str(Path(cfg.out, f"linear-{column}-head.pt")), workers=cfg.workers,
-        out=str(Path(cfg.out, f"robustness-{column}.json")))
+        out=str(out))
+    digest = eval_linear.frozen_encoder(how.probe)[2]
+    if out.exists() and json.loads(out.read_text()).get("sha256") != digest:
+        out.unlink()     # of a run that was trained anew
     sets = robustness.evaluate(how)["sets"]
     found = {}
     for severity in SEVERITIES:
@@ -97,7 +117,8 @@ def gradients(cfg: Config, paths: Sequence[str],
     model = ser.build(cfg)
     if checkpoint is not None:
         model.load_state_dict(ser.load_checkpoint(checkpoint)["model"])
-    weights = list(model.to(device).base.encoder.blocks[:max(cfg.equiv_layers)].parameters())
+    blocks = model.to(device).base.encoder.blocks[:max(cfg.equiv_layers)]
+    parameters = list(blocks.parameters())
     data = cfg.dataset(paths)
     sums = torch.zeros(3)
     for step, keys in enumerate(ser.batch_keys(len(paths), cfg, 0, BATCHES)):
@@ -105,12 +126,13 @@ def gradients(cfg: Config, paths: Sequence[str],
         loaded = [(pixels.to(device), *draws) for pixels, *draws in loaded]
         batch = ser.make_views(loaded, cfg, step)
         parts = []
-        # SER.forward gives only the sum a gradient: beside 1e6 L_equiv, L_inv is below what counts.
+        # SER.forward gives a gradient to inv + weight * equiv alone. Weight 0 leaves L_inv; weight
+        # 1e6, scaled back to lambda, leaves lambda L_equiv, and 1e-6 lambda of L_inv.
         for weight, scale in ((0.0, 1.0), (1e6, cfg.weight / 1e6)):
             model.weight = weight
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = model(batch)["loss"]
-            found = torch.autograd.grad(loss, weights)
+            found = torch.autograd.grad(loss, parameters)
             parts.append(scale * torch.cat([gradient.flatten() for gradient in found]))
         inv, equiv = parts
         cosine = F.cosine_similarity(inv, equiv, dim=0)

@@ -39,7 +39,7 @@ B2 = (3, 64) if timing.CUDA else (2, 4)     # of a step; r = .01 of 16 would be 
 METHODS = ("augself", "equimod", "stl", "essl")
 
 # ==== The training step ===========================================================================
-draw_geometry = ser.sample_geometry
+draw_geometry = ser.sample_geometry     # kept: `views` puts same_grid in its place
 
 def same_grid(batch: int, *how: Any, generator: torch.Generator, **more: Any) -> ser.Geometry:
     """ser.sample_geometry, but the grid is drawn first, so that it is that of any size of b2."""
@@ -104,11 +104,13 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     """A training step (views, jitter, forward, backward, AdamW, momentum) of SER against MoCo-v3,
     on the clock and by the MACs of forward + backward, at the grids drawn and at 196 tokens.
     ViT-S/16 at 224: 16 images, 2 (the least there can be) or 4 in b2; on a GPU 256, 3 (r = .01) or
-    64, bf16. Memory is the peak of a side alone in a process: of CUDA's allocator, or resident."""
+    64, bf16. Memory is the peak of a side alone in a process: of CUDA's allocator, or resident,
+    with what glibc keeps, as in training."""
     rows: dict[str, Any] = {}
     settings = step_settings()
-    for how, warm in {"eager": 1, "compiled": 20}.items() if timing.CUDA else {"eager": 1}.items():
-        peaks = {name: timing.fresh("step", name, how, memory=True)["peak_mb"] for name in settings}
+    warm_up = {"eager": 1, "compiled": 20} if timing.CUDA else {"eager": 1}
+    for how, warm in warm_up.items():
+        peaks = {name: timing.fresh("step", name, how)["peak_mb"] for name in settings}
         steps = {name: Step(cfg, compiled=how == "compiled") for name, cfg in settings.items()}
         times = timing.in_turn(options.pairs, steps, warm)
         for name, cfg in settings.items():
@@ -153,7 +155,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
     script, against MoCo-v3 alone: time, trainable parameters, MACs of forward + backward per image
     (counted on two), peak memory alone in a process. ViT-S/16 at 224, 16 images, on a GPU 256."""
     names = ("MoCo-v3", *METHODS)
-    peaks = {name: timing.fresh("methods", name, memory=True)["peak_mb"] for name in names}
+    peaks = {name: timing.fresh("methods", name)["peak_mb"] for name in names}
     steps = {name: method_step(name, timing.IMAGES) for name in names}
     times = timing.in_turn(options.pairs, steps)
     rows: dict[str, Any] = {}
@@ -187,10 +189,11 @@ def jitter(options: argparse.Namespace) -> dict[str, Any]:
     return {"ms_per_image": each, "share_percent": share}
 
 def loop(options: argparse.Namespace) -> dict[str, Any]:
-    """ser.train itself, from files to AdamW, with a worker for each core: images/s, and the share
-    of the time that it waits for images. ViT-S/16 at 224 on --data, or on drawn images as
-    JPEG files; the second half of the steps, which outlasts what the workers have loaded ahead."""
+    """ser.train itself, from files to AdamW: images/s, and the share of the time that it waits for
+    images. ViT-S/16 at 224 on --data, or on drawn images as JPEG files; the second half of the
+    steps. A worker for each core, at most an eighth of the steps: each loads two ahead."""
     steps = 200 if timing.CUDA else 8
+    workers = max(1, min(os.cpu_count() or 1, steps // 8))
     with tempfile.TemporaryDirectory() as folder:
         data = options.data
         if not data:
@@ -201,11 +204,12 @@ def loop(options: argparse.Namespace) -> dict[str, Any]:
         per_epoch = len(ser.list_images(data)) // timing.IMAGES
         cfg = ser.Config(data=data, out=folder, batch_size=timing.IMAGES,
                          ratio=B2[0] / timing.IMAGES, warmup_epochs=0.0,
-                         epochs=steps / per_epoch, workers=os.cpu_count() or 1,
+                         epochs=steps / per_epoch, workers=workers,
                          log_every=steps // 2, save_every=steps)
         ser.train(cfg)
         last = json.loads(Path(folder, "log.jsonl").read_text().splitlines()[-1])
-    print(f"  {timing.IMAGES} images a step, {B2[0]} in b2, {cfg.workers} workers: "
+    print(f"  {options.data or 'drawn JPEGs'}, {timing.IMAGES} images a step, {B2[0]} in b2, "
+          f"{workers} workers: "
           f"{last['images_per_s']:.2f} images/s, {last['waiting']:.2%} of the time waiting")
     return last
 
@@ -216,7 +220,7 @@ def counts(options: argparse.Namespace) -> dict[str, Any]:
     rows = macs.counted()
     for name, row in rows.items():
         line = f"  {name:22} {row['trainable']:>12,} parameters"
-        for what, key in (("forward", "macs"), ("forward + backward", "true_macs")):
+        for what, key in (("forward", "forward_macs"), ("forward + backward", "step_macs")):
             if key in row:
                 ratio = row[key] / rows["MoCo-v3"][key]
                 line += f"   {what} {row[key] / 1e9:.3f} GMAC {ratio:.4f}x"
@@ -225,6 +229,7 @@ def counts(options: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 # ==== Command line ================================================================================
+# Their docstrings are printed above what they measure.
 ROWS = {row.__name__: row for row in (counts, step, packed, loss, jitter, loop, loader, methods)}
 ALONE = {"step": step_alone, "methods": method_alone, "loss": loss_alone}
 

@@ -23,14 +23,15 @@ from paper.experiments.timing import compared, now, peak, ratios, spread
 
 # ==== Packing and the loss ========================================================================
 def packed_batches(b1: int, b2: int, crops: int) -> dict[str, tuple[list[Tensor], list[list]]]:
-    """Setting -> (the image batches of one call of the encoder, those of each of several calls)."""
+    """Setting -> (the image batches of one call of the encoder, those of each of several calls, one
+    for every size)."""
     noise = functools.partial(torch.randn, device=timing.DEVICE)
-    pair = []
-    for _ in range(2):
-        pair += [noise(b1, 3, 224, 224), noise(b2, 3, 192, 240)]
+    pair = [noise(b1, 3, 224, 224) for _ in range(2)]
+    pair += [noise(b2, 3, 192, 240) for _ in range(2)]
     large = [noise(crops, 3, 224, 224) for _ in range(2)]
     small = [noise(crops, 3, 96, 96) for _ in range(4)]
-    return {f"2 views, {b1} images at 224 x 224 and {b2} at 192 x 240": (pair, [[x] for x in pair]),
+    return {f"2 views, {b1} images at 224 x 224 and {b2} at 192 x 240": (
+                pair, [[torch.cat(pair[:2])], pair[2:3], pair[3:]]),
             f"2 views at 224 and 4 at 96 px of {crops} images": (
                 large + small, [[torch.cat(large)], [torch.cat(small)]])}
 
@@ -47,7 +48,7 @@ def encode(encoder: ser.ViT, calls: list[list[Tensor]]) -> Tensor:
 
 def packed(options: argparse.Namespace) -> dict[str, Any]:
     """Forward + backward of the encoder, all batches packed into one pass, against a pass for each
-    batch (b1 and b2 of a step), or for each resolution (2 + 4 views, each in one tensor)."""
+    size, in one tensor: b1 of both views, b2 of each view; and 2 + 4 views."""
     ser.setup()
     encoder = ser.build(ser.Config()).base.encoder.to(timing.DEVICE)
     n_b2 = 3 if timing.CUDA else 4
@@ -56,7 +57,7 @@ def packed(options: argparse.Namespace) -> dict[str, Any]:
     for setting, (one, several) in settings.items():
         separate = f"{len(several)} passes"
         times = timing.in_turn(options.pairs, {"packed": lambda _: encode(encoder, [one]),
-                                        separate: lambda _: encode(encoder, several)})
+                                               separate: lambda _: encode(encoder, several)})
         rows[setting] = {"times": times, "ratio": ratios(times, "packed", separate)}
         print(f"  {setting}\n    packed {spread(times['packed']['wall'])}, {separate} "
               f"{spread(times[separate]['wall'])}\n    {compared(times, 'packed', separate)}")
@@ -96,7 +97,7 @@ def loss(options: argparse.Namespace) -> dict[str, Any]:
     names = {"blocks": "blocks of 32 MB", "whole": "all logits at once", "bare": "bare products"}
     found = {side: {"seconds": [], "extra_mb": []} for side in names}
     for turn in range(min(3, options.pairs)):
-        for side in list(names)[::-1 if turn % 2 else 1]:
+        for side in reversed(names) if turn % 2 else names:
             found[side]["seconds"].append(timing.fresh("loss", side)["seconds"])
             if side != "bare":
                 found[side]["extra_mb"].append(timing.fresh("loss", side, memory=True)["extra_mb"])
@@ -149,5 +150,5 @@ def loader(options: argparse.Namespace) -> dict[str, Any]:
         rates = [len(paths) / seconds for seconds in times[name]["wall"]]
         print(f"  {name:20} {spread(rates, 'images/s')}")
     ratio = ratios(times, "moco-v3", "ser")
-    print(f"  {'ratio':20} {spread(ratio, 'x')}")
+    print(f"  {'moco-v3 / ser, time':20} {spread(ratio, 'x')}")
     return {**times, "ratio": ratio}

@@ -27,15 +27,17 @@ from paper.experiments.curves import records, series
 from ser import Common, Config, require
 
 ELEMENTS = ("rot90", "hflip", "scale")
-FREE = ("data", "out", "init", "workers", "log_every", "save_every", "compile")     # may change
+PLAIN = dict(ratio=0.0, cls_layer=0)     # MoCo-v3 itself
 
-# Of runs on images. On two CPU cores an epoch of 9,469 images takes about two minutes; a GPU has
-# time for ViT-S, at its grid of 14 x 14, and for the paper's epochs.
+# Of runs on images. On two CPU cores an epoch of 9,469 images takes about two minutes. A GPU has
+# time for ViT-S, at its grid of 14 x 14, and for ser.py's 100 epochs; 16 of 256 images are in b2.
 CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, equiv_layers=(2,),
            batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, epochs=10.0,
            warmup_epochs=1.0, workers=0, log_every=10)
 GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4)
-DRAWN = dict(depth=6)     # beside the sizes of ser.py for drawn images
+# Beside the sizes of ser.py for drawn images. Choice: 6 blocks, not 4: with [CLS] after block 2, a
+# linear head reads it after as many blocks, 4, as that of a plain ViT. In the paper both read 4.
+DRAWN = dict(depth=6)
 DRAWN_IMAGES = 4096       # of ser.train
 
 # ==== Training ====================================================================================
@@ -59,14 +61,30 @@ def flags(cfg: Common) -> list[str]:
             found += flag(field.name, value)
     return found
 
-def shared(data: str, size: dict[str, Any], rest: Sequence[str], kind: type = Config) -> Any:
-    """The settings of all runs: `size`, but for what the arguments `rest` set. Raises UserError."""
+def base_settings(data: str, rest: Sequence[str], kind: type = Config) -> Any:
+    """The settings that all runs share: of a size for the images and this machine, but for what
+    the arguments `rest` set. Raises UserError."""
+    require("" not in rest, "an empty argument: an unset shell variable?")
+    size = DRAWN
+    if data:
+        size = GPU if torch.cuda.is_available() else CPU
     given = {argument.partition("=")[0] for argument in rest}
     words = flag("data", data) if data else []
     for name, value in size.items():
         if flag(name, value)[0] not in given:
             words += flag(name, value)
-    return ser.parse([*words, *rest], kind)
+    base = ser.parse([*words, *rest], kind)
+    require(base.ratio > 0, "--ratio 0 leaves SER no images: MoCo-v3 alone has it")
+    require(base.init == "", f"--init {base.init}: the untrained encoder here has random weights")
+    return base
+
+def source_of(base: Config) -> Sequence[str] | torch.Tensor:
+    """The images that the runs train on, by name, or as many rows as there are drawn ones. Raises
+    UserError, also for data that cannot be evaluated."""
+    if not base.data:
+        return torch.empty(DRAWN_IMAGES, 0)
+    eval_linear.collect(Settings(data=base.data, test=()), base.image_size)
+    return ser.list_images(base.data)
 
 def steps_of(cfg: Config, images: int) -> int:
     """How many steps a run takes. Raises UserError for settings that are wrong."""
@@ -75,22 +93,23 @@ def steps_of(cfg: Config, images: int) -> int:
             f"{images} images are less than --batch-size {cfg.batch_size}")
     return max(1, round(cfg.epochs * (images // cfg.batch_size)))
 
-def finished(cfg: Common, total: int, build: Callable[[Any], Any] = ser.build) -> bool:
-    """Whether the run in cfg.out has done `total` steps. build: what makes its model. Raises
-    UserError for settings that are wrong, or are not those of the run that is there."""
+def finished(cfg: Common, total: int, images: str,
+             build: Callable[[Any], Any] = ser.build) -> bool:
+    """Whether the run in cfg.out has done `total` steps on the images of this digest. build: what
+    makes its model. Raises UserError for settings that are wrong, or are not those of the run that
+    is there."""
     ser.check(cfg, 1)
     with torch.device("meta"):
-        build(dataclasses.replace(cfg, init=""))     # raises for layers that are not there
+        build(cfg)     # raises for layers that are not there
     path = Path(cfg.out, "last.pt")
     if not path.exists():
         return False
     state = ser.load_checkpoint(path)
-    differ = [f"{name} {state['config'].get(name)} there, {value} here"
-              for name, value in vars(cfg).items()
-              if name not in FREE and state["config"].get(name) != value]
+    there = state["config"] | {"program": state["program"], "images": state["images"]}
+    here = vars(cfg) | {"program": cfg.program, "images": images}
+    differ = [f"{name} {there.get(name)} there, {value} here" for name, value in here.items()
+              if name not in ser.FREE and there.get(name) != value]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
-    require(state["step"] <= total, f"{path} has done {state['step']} steps, not {total}: it saw "
-            "other images, use a new --out")
     return state["step"] == total
 
 def train(cfg: Common, build: Callable[[Any], Any] = ser.build) -> None:
@@ -128,33 +147,16 @@ def resumable(work: Callable[[], None]) -> None:
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)     # of all but `train`, which has its own
+    before = signal.signal(signal.SIGTERM, end)     # while measuring: `train` sets its own
     try:
         work()
     except (KeyboardInterrupt, SystemExit) as stopped:
         code = getattr(stopped, "code", 128 + signal.SIGINT)
-        if code:     # --help has none
+        if code:     # --help leaves with 0
             tqdm.write("stopped; the same command continues", file=sys.stderr)
         raise SystemExit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-def base_settings(data: str, rest: Sequence[str]) -> Config:
-    """The settings that all runs share: of a size for the images and this machine, but for what
-    the arguments `rest` set. Raises UserError."""
-    size = DRAWN
-    if data:
-        size = GPU if torch.cuda.is_available() else CPU
-    base = shared(data, size, rest)
-    require(base.ratio > 0, "--ratio 0 leaves SER no images")
-    return base
-
-def count_images(base: Config) -> int:
-    """How many images runs train on. Raises UserError, also for data that cannot be evaluated."""
-    if not base.data:
-        return DRAWN_IMAGES
-    eval_linear.collect(eval_linear.Settings(data=base.data, test=()), base.image_size)
-    return len(ser.list_images(base.data))
 
 # ==== Evaluation ==================================================================================
 def once(path: Path, settings: dict[str, Any],
@@ -162,10 +164,11 @@ def once(path: Path, settings: dict[str, Any],
     """What the JSON file `path` holds if it is of the checkpoint beside it and of these settings;
     else measure(), which is written there with both."""
     digest = hashlib.sha256(path.with_name("last.pt").read_bytes()).hexdigest()
-    identity = json.loads(json.dumps({"of": digest, "asked": settings}))     # lists for tuples
-    with contextlib.suppress(OSError, ValueError):
+    identity = {"of": digest, "asked": settings}
+    identity = json.loads(json.dumps(identity))     # as JSON gives it back, tuples as lists
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(path.read_text())
-        if isinstance(found, dict) and found | identity == found:
+        if all(found[key] == value for key, value in identity.items()):
             return found
     tqdm.write(f"measuring {path}", file=sys.stderr)
     path.unlink(missing_ok=True)     # eval_linear would not overwrite another checkpoint's result
@@ -175,7 +178,8 @@ def once(path: Path, settings: dict[str, Any],
 
 def evaluate(cfg: Common, random_init: bool = False,
              heads: Sequence[str] = ("linear", "MLP")) -> dict[str, float]:
-    """All that is measured on a finished run, by name, or on the encoder that it began with."""
+    """Heads, 20-NN and equivariance of a finished run, by name, or of the encoder that it began
+    with."""
     column = "untrained" if random_init else "trained"
     found = {}
     for head in heads:
@@ -197,14 +201,16 @@ def evaluate(cfg: Common, random_init: bool = False,
 
 Measured = dict[str, list[dict[str, float]]]     # name of a run -> for each seed, values by name
 
-def complete(configs: dict[str, list[Any]], total: int, measure: Callable[[Any], dict[str, float]],
+def complete(configs: dict[str, list[Any]], total: int, images: str,
+             measure: Callable[[Any], dict[str, float]],
              builder: Callable[[str], Callable] = lambda name: ser.build) -> Measured:
-    """Train what has not done its `total` steps, and measure all; for each name and seed what
-    measure(settings) returns. builder: name of a run -> what makes its model."""
+    """Train what has not done its `total` steps on the images of this digest, and measure all; for
+    each name and seed what measure(settings) returns. builder: name of a run -> what makes its
+    model."""
     missing = set()
     for name, cfgs in configs.items():
         for cfg in cfgs:     # a mistake shows before any training
-            if not finished(cfg, total, builder(name)):
+            if not finished(cfg, total, images, builder(name)):
                 missing.add(cfg.out)
     found: Measured = {name: [] for name in configs}
     for of_a_seed in zip(*configs.values()):     # one seed after the other: a part is paired
@@ -214,19 +220,24 @@ def complete(configs: dict[str, list[Any]], total: int, measure: Callable[[Any],
             found[name].append(measure(cfg))
     return found
 
+def retrieval_chance(cfg: Common) -> float:
+    """1 / tokens of the 32 images among which eval_linear looks for a token's counterpart."""
+    return (cfg.patch_size / cfg.image_size) ** 2 / 32
+
 # ==== Report ======================================================================================
-Rows = dict[str, dict[str, dict[str, Any]]]     # measure -> column -> values, mean, std
+# Title of a row -> column -> what over_seeds returns; None where there is nothing.
+Rows = dict[str, dict[str, dict[str, Any] | None]]
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
     """The values of the seeds, their mean, and std (n - 1; None for one seed)."""
     std = stdev(values) if len(values) > 1 else None
     return {"values": values, "mean": mean(values), "std": std}
 
-def cell(name: str, value: dict[str, Any] | None) -> str:
-    """mean ± std, with two digits after the point for what is named a percentage; "-" for None."""
+def cell(value: dict[str, Any] | None, percent: bool) -> str:
+    """mean ± std, with two digits after the point for a percentage, else three; "-" for None."""
     if value is None:
         return "-"
-    digits = 2 if "%" in name else 3
+    digits = 2 if percent else 3
     text = f"{value['mean']:.{digits}f}"
     if value["std"] is not None:
         text += f" ± {value['std']:.{digits}f}"
@@ -236,7 +247,7 @@ def markdown(rows: Rows) -> str:
     """Aligned for the screen, and valid Markdown."""
     lines = [["", *next(iter(rows.values()))]]
     for name, columns in rows.items():
-        cells = [cell(name + column, value) for column, value in columns.items()]
+        cells = [cell(value, "%" in name or "%" in column) for column, value in columns.items()]
         lines.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])

@@ -76,8 +76,9 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6       # bytes on a Mac
 
 def fresh(*what: str, memory: bool = False) -> dict[str, float]:
-    """What `--alone WHAT` prints in a process of its own. memory: glibc, unless told otherwise,
-    gives back blocks above 1 MB, which takes time; else more is resident than in use."""
+    """What `--alone WHAT` prints in a process of its own. memory: glibc gives blocks above 1 MB
+    back, which it otherwise keeps, so that no more is resident than in use. That costs time, so
+    times are taken without it."""
     changed = {"MALLOC_MMAP_THRESHOLD_": "1048576"} if memory else {}
     torch.cuda.empty_cache()     # the other process needs the GPU's memory; nothing without one
     command = [sys.executable, "-m", "paper.experiments.overhead", "--alone", *what]

@@ -144,12 +144,13 @@ def test_another_setting_is_refused_before_any_training(data, done, tmp_path):
     assert (code, printed, len(said)) == (2, "", 1) and "is of another run (base_lr" in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ser-0"]
 
-def test_a_run_on_more_images_is_refused(data, done, tmp_path):
+def test_a_run_on_other_images_or_of_another_program_is_refused(data, done, tmp_path):
     shutil.copytree(done[0] / "ser-0", tmp_path / "ser-0")
     state = checkpoint(tmp_path, "ser-0")
-    ser.save_whole(tmp_path / "ser-0" / "last.pt", state | {"step": STEPS + 1})
-    code, _, said = call(data, tmp_path)
-    assert (code, len(said)) == (2, 1) and "has done 7 steps, not 6" in said[0]
+    for other in ({"images": "25, abc"}, {"program": "-m paper.methods.stl"}):
+        ser.save_whole(tmp_path / "ser-0" / "last.pt", state | other)
+        code, _, said = call(data, tmp_path)
+        assert (code, len(said)) == (2, 1) and f"another run ({next(iter(other))}" in said[0]
 
 # ==== Measurements ================================================================================
 def test_a_changed_checkpoint_or_setting_or_an_odd_file_is_measured_again(tmp_path):
@@ -217,7 +218,7 @@ def test_the_table_has_mean_and_std_of_the_seeds_and_of_the_paired_differences(d
     assert all(set(cell) == {"-"} for cell in cells[1])
     names = ["linear, top-1 %", "20-NN, top-1 %", "MLP, top-1 %"]
     for task in ("rotation", "flip"):
-        names += [f"{task} told, block 1, %", f"{task} told, block 2, %"]
+        names += [f"{task} told from a pair, block {block}, %" for block in (1, 2)]
     for element in ELEMENTS:
         names += [f"{element}: retrieval, block 1", f"{element}: retrieval, block 2",
                   f"{element}: score, block 2"]
@@ -276,6 +277,20 @@ def test_the_encoder_is_kept_after_every_epoch_but_the_last(data, tmp_path, monk
         assert all(torch.equal(kept["model"][name], saved[3 * epoch][name]) for name in saved[3])
     name = "base.encoder.norm.weight"
     assert not torch.equal(saved[3][name], saved[6][name])
+    assert list(measures.Kept(epochs=100.0).kept) == [10, 20, 30, 40, 50, 60, 70, 80, 90]
+    # A run that is begun anew leaves no encoder of the old one.
+    (tmp_path / "last.pt").unlink()
+    ser.train(measures.Kept(**vars(cfg) | {"epochs": 1.0}))
+    assert not list(tmp_path.glob("epoch-*"))
+
+def test_a_missing_encoder_is_named_and_the_curve_can_be_left_out(data, done, tmp_path):
+    out = shutil.copytree(done[0], tmp_path / "out")
+    (out / "control-1" / "epoch-1.pt").unlink()
+    (out / "control-1" / "curve.json").unlink()
+    code, _, said = call(data, out)
+    assert code == 2 and "control-1/epoch-1.pt is missing" in said[-1]
+    assert "--without curve" in said[-1]
+    assert call(data, out, without=("corruptions", "curve"))[0] == 0
 
 def test_the_curve_of_20_nn_is_that_of_the_encoders_from_the_untrained_to_the_last(
         data, done, tmp_path):
@@ -333,8 +348,8 @@ def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path,
 def test_what_is_left_out_is_not_measured(data, done, monkeypatch, without, absent):
     monkeypatch.setattr(measures, "corrupted", lambda *_: {"corrupted, mean, %": 30.0})
     cfg = ser.Config(**checkpoint(done[0], "ser-0")["config"])
-    found = imagenette.measure(cfg, [without], None)
-    every = imagenette.measure(cfg, [], None)
+    found = imagenette.measure(cfg, [without], lambda: None)
+    every = imagenette.measure(cfg, [], lambda: None)
     assert set(every) - set(found) == {name for name in every if absent in name} != set()
 
 def test_gradient_norms_are_those_of_the_two_terms_of_the_loss(data, done, monkeypatch):
@@ -379,7 +394,8 @@ def test_minutes_are_those_of_the_rates_between_records(tmp_path):
     (["--data", "nowhere"], "nowhere"), (["--data", "{data}/train"], "no such folder"),
     (["--colour", "red"], "--colour"), (["--figure", "nowhere/a"], "nowhere"),
     (["--group", "spin"], "spin"), (["--save-every", "5"], "--save-every"),
-    (["--without", "sleep"], "sleep")])
+    (["--without", "sleep"], "sleep"),
+    (["--init", "a.pt"], "--init a.pt"), (["--crop-min", ""], "empty")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(data, tmp_path, more, words):
     check_mistake(data, tmp_path, more, words)
 
@@ -437,9 +453,8 @@ def test_the_figure_shows_every_arm_its_retrieval_and_no_cosine_and_is_small(
     assert (code, printed) == (0, done[1])
     labels = [[line.get_label() for line in axes.lines if not line.get_label().startswith("_")]
               for axes in figure.axes]
-    some = ["control", "ser"]
     every = ["untrained", "moco", "control", "ser"]
-    assert labels == [every[1:], some, some, every[1:], every, every, every, []]
+    assert labels == [every[1:], ["ser"], ["ser"], every[1:], every, every, every, []]
     assert [axes.get_title() for axes in figure.axes][4:7] == [
         f"{element}: patch retrieval" for element in ELEMENTS]
     rows = read(done[0] / "imagenette.json")["rows"]

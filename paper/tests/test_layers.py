@@ -55,7 +55,7 @@ def test_all_runs_of_drawn_images_are_valid_settings(argv, depth):
     assert base.data == "" and base.depth == depth and base.image_size == 32
     found = layers.runs(base, points, Path("out"), [0])
     for cfgs in found.values():
-        assert not runs.finished(cfgs[0], 100)     # checks the settings
+        assert not runs.finished(cfgs[0], 100, "")     # checks the settings
     if depth == 6:
         assert len(found) == 20 and len(figure_runs(base)) == 9     # as the header says
 
@@ -88,7 +88,7 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
     code, printed, said = call(data, tmp_path)
     assert code == 0, said
     assert len([line for line in said if line.startswith("python ser.py")]) == 3
-    rows = json.loads((tmp_path / "layers.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "layers-0.json").read_text())["rows"]
     assert list(rows) == ["layer: 1", "layer: 2", "cls: 0", "cls: 1"]
     assert rows["layer: 1"] == rows["cls: 1"] != rows["cls: 0"]
     for name, folder in (("layer: 2", "equiv_layers-2-0"), ("cls: 0", "equiv_layers-1-0")):
@@ -101,7 +101,7 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
             for measure in ("score", "retrieval"):
                 shown = rows[name][f"{row['element']} {measure}"]["mean"]
                 assert shown == row["trained"][measure]
-    assert printed.count("\n| ") == 4 + 1 and (tmp_path / "layers.png").exists()
+    assert printed.count("\n| ") == 4 + 1 and (tmp_path / "layers-0.png").exists()
     left, right = figure.axes[:2]
     assert list(left.lines[-1].get_xdata()) == [1, 2]
     assert list(right.lines[-1].get_xdata()) == [0, 1]

@@ -1,4 +1,4 @@
-"""No evaluation replaces a checkpoint or another program's result, and each says so before it works.
+"""No evaluation replaces a checkpoint or another program's result; each says so before it works.
 
     python -m pytest -q paper/tests/test_output.py
 """
