@@ -1,8 +1,8 @@
 """What a checkpoint has learned: linear evaluation (paper 4.1), k-NN, and equivariance (paper A.2).
 
-The encoder is frozen. Three questions can be asked of it. Can a linear layer tell the classes from
-its [CLS] after the last four blocks that have one? Do the nearest training images, by the last
-[CLS], have the right class? Do its token maps move as the image moves?
+The encoder is frozen. Can a linear layer tell the classes from the [CLS] of its last four blocks?
+Does the vote of the nearest training images, by the last [CLS]? Do its token maps move as the image
+moves?
 
     python eval_linear.py                                    runs/ser/last.pt on drawn images
     python eval_linear.py --data /imagenet --knn             k-NN alone: minutes
@@ -17,11 +17,15 @@ its [CLS] after the last four blocks that have one? Do the nearest training imag
     --cache           one centre crop of each image      yes        -
     --knn             -                                  yes        -
     --equivariance    -                                  -          after every block
-Flags add up. Without --data, k-NN and the equivariance after one block are always measured.
+Flags add up; --knn and --equivariance leave out the heads unless --cache or --mlp asks for them.
+With k-NN, --equivariance also measures the untrained encoder's. Without --data, k-NN and the
+equivariance after the block behind which [CLS] enters are always measured.
 
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., named as those
 classes, or numbered as ImageNet-V2 is. The result, the chosen head, and the state of an unfinished
-training, which the same command continues, are written beside the checkpoint.
+training of heads, which the same command continues after its last whole epoch, are written beside
+the checkpoint. `# Choice:` marks what the paper leaves open; the release is its authors' code.
+
 1 Settings, 2 Images, 3 Features, 4 Heads, 5 k-NN, 6 Equivariance, 7 Evaluation, 8 Command line.
 Axes: n images of a split, m training images, B images of a batch, S side of an image in pixels,
 R learning rates, C classes, D encoder width, K feature width, N = H W tokens.
@@ -50,6 +54,8 @@ import ser
 from ser import INF, TINY, UserError, ViT, ranks_and_rank, require, rng, setting
 
 # ==== 1. Settings: the protocol of 4.1, and what the release adds to it ===========================
+PROTOCOL = ("cache", "knn", "mlp", "equivariance", "random_init")     # each has a result of its own
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """All settings of an evaluation. Without --data, those of `drawn` replace the defaults."""
@@ -60,7 +66,7 @@ class Settings:
     cache: bool = setting(False, 0, 1, "heads on one centre crop of each image, and k-NN")
     mlp: bool = setting(False, 0, 1, "heads of three layers in place of linear ones")
     equivariance: bool = setting(False, 0, 1, "equivariance after every block; no heads, likewise")
-    random_init: bool = setting(False, 0, 1, "the untrained encoder that the run began with")
+    random_init: bool = setting(False, 0, 1, "an encoder with the random weights of the run's seed")
     # Choice: the release tries 1, 3, 10 per 256 images. The smaller ones are what weak features and
     # few classes need, and cost next to nothing, as one training serves all rates.
     lr: tuple[float, ...] = setting((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), TINY, INF,
@@ -77,8 +83,7 @@ class Settings:
     @property
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
-        kinds = ("cache", "knn", "mlp", "equivariance", "random_init")
-        name = "-".join(["eval", *(kind for kind in kinds if getattr(self, kind))])
+        name = "-".join(["eval", *(flag for flag in PROTOCOL if getattr(self, flag))])
         beside = Path(self.checkpoint).with_name(name.replace("_", "-") + ".json")
         return Path(self.out) if self.out else beside
 
@@ -103,8 +108,11 @@ def check_out(cfg: Settings, digest: str) -> None:
         there = found["settings"] | {"checkpoint": found["sha256"]}
     except (ValueError, OSError, KeyError, TypeError):
         raise UserError(f"--out {path} is there and is no result: choose another name") from None
-    here = vars(cfg) | {"checkpoint": digest, "test": list(cfg.test)}
-    for name in ("checkpoint", "data", "test", "select_split", "seed"):
+    here = vars(cfg) | {"checkpoint": digest}     # known by its digest, not by its path
+    for tests in (here, there):
+        tests["test"] = [test for test in tests["test"] if test]
+    # What was asked, of what. How heads are trained (lr, epochs, ...) may change.
+    for name in ("checkpoint", "data", "test", "select_split", "seed", *PROTOCOL):
         require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
                 f"({there.get(name)}, now {here[name]}): remove it or choose another --out")
 
@@ -383,7 +391,7 @@ def accuracy(heads: Heads, x: Tensor, y: Tensor, among: Sequence[int]) -> list[d
     return [{"top1": 100 * a / len(x), "top5": 100 * b / len(x)}
             for a, b in zip(top1.tolist(), top5.tolist())]
 
-class SavedHead(NamedTuple):
+class Head(NamedTuple):
     """The chosen linear head: encode(encoder, images, blocks) @ weight.T + bias are its logits."""
     weight: Tensor         # (C, K)
     bias: Tensor           # (C,)
@@ -391,17 +399,16 @@ class SavedHead(NamedTuple):
     blocks: int
     digest: str            # identifies the encoder, see frozen_encoder
 
-Head = SavedHead     # the name by which paper/evaluations imports it
-
-def load_head(path: str | Path, digest: str) -> SavedHead:
+def load_head(path: str | Path, digest: str) -> Head:
     """The head that an evaluation kept. Raises UserError where there is none, or where it was
     trained on another encoder than that of `digest`."""
     try:
-        head = SavedHead(**torch.load(path, map_location="cpu", weights_only=True))
+        head = Head(**torch.load(path, map_location="cpu", weights_only=True))
         require(head.digest == digest, f"it is of the encoder {head.digest}, not {digest}")
     except Exception as error:     # pickle, zip, torch and the system raise their own
         raise UserError(f"{path} is missing, damaged or no head of this encoder ({error}): run "
-                        "eval_linear.py with the same --checkpoint, no --knn, no --mlp") from None
+                        "eval_linear.py with the same --checkpoint, and --random-init if here; "
+                        "no --knn, --mlp, --equivariance") from None
     return head
 
 def linear(frozen: Frozen, classes: list[str], digest: str,
@@ -425,9 +432,13 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
     start = 0
     path = cfg.beside("state")
     if path.exists() and not cfg.cache:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        require(state["identity"] == identity, f"{path} is of an interrupted evaluation with "
-                "other settings: repeat those, remove it, or use another --out")
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            there = state["identity"]
+        except Exception as error:     # pickle, zip, torch and the system raise their own
+            raise UserError(f"{path} is damaged ({error}): remove it") from None
+        require(there == identity, f"{path} is of an interrupted evaluation with other settings: "
+                "repeat those, remove it, or use another --out")
         heads.load_state_dict(state["heads"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
@@ -451,7 +462,7 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
         place = rows.index(best)
         weight = heads.weights[0][place].detach().cpu().clone()
         bias = heads.biases[0][place, 0].detach().cpu().clone()
-        head = SavedHead(weight, bias, classes, frozen.blocks, digest)
+        head = Head(weight, bias, classes, frozen.blocks, digest)
         ser.save_whole(cfg.beside("head"), head._asdict())
     return {"batch": batch, "rates": rows, "chosen_on": chosen_on, "best": best}
 
@@ -463,6 +474,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
     features (m, D), each of which votes for its class with weight exp(s / .07), s the cosine
     similarity, as in DINO. Training features with label -1 are left out."""
     known = train_labels >= 0
+    require(bool(known.any()), "k-NN: no training image of these classes can be read")
     train = F.normalize(train[known], dim=1)
     train_labels = train_labels[known]
     test = F.normalize(test, dim=1)
@@ -470,7 +482,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
     right = 0
     for x, y in zip(test.split(size), test_labels.split(size)):
         similarity, nearest = (x @ train.T).topk(min(k, len(train)))              # (B, k)
-        votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
+        votes = x.new_zeros(len(x), int(train_labels.max()) + 1)     # (B, labels)
         votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
         right += (votes.argmax(1) == y).sum().item()
     return right / len(test)
@@ -597,7 +609,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     # The table at the top of the file; of a cache, or of drawn images, k-NN costs nothing.
     trains = cfg.cache or cfg.mlp or not (cfg.knn or cfg.equivariance)
     votes = cfg.cache or cfg.knn or not cfg.data
-    heads = MLPHeads if cfg.mlp else heads
+    heads = MLPHeads if cfg.mlp and heads is Heads else heads
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # after which it exists
     protocol = f"{heads.name} heads on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
     if blocks < 4:     # the release reads a patch token in place of a [CLS] that is not there
@@ -634,7 +646,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
                "ranks": ranks, "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
         write_json(cfg.result, result)
-        if trains:
+        if trains and not cfg.cache:     # which keeps no state, and leaves that of another
             cfg.beside("state").unlink(missing_ok=True)
     return result
 
@@ -643,7 +655,7 @@ def aligned(rows: dict[str, Sequence[str]]) -> list[str]:
     """A line for each row, given as its title and its cells."""
     lines = []
     for title, cells in rows.items():
-        lines.append(f"  {title:28}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"  {title:28}" + "".join(f" {cell:>17}" for cell in cells))
     return lines
 
 def report(found: dict[str, Any]) -> str:
@@ -671,8 +683,10 @@ def table(result: dict[str, Any]) -> str:
         for rate in rates:
             found[f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}"] = rate
         flattered = "val itself, which flatters it: --select-split 0.1 chooses on training images"
-        notes.append(f"the best rate was chosen on {flattered if on == 'val' else on + ' images'}")
         tried = [rate["rate"] for rate in rates]
+        if len(tried) > 1:
+            where = flattered if on == "val" else f"{on} images"
+            notes.append(f"the best rate was chosen on {where}")
         if len(tried) > 1 and best["rate"] in (min(tried), max(tried)):
             notes.append("it lies at the end of the sweep: try rates beyond with --lr")
     titles = {"knn": "20-NN", "knn_untrained": "20-NN, untrained", "chance": "chance"}
@@ -683,7 +697,8 @@ def table(result: dict[str, Any]) -> str:
         shares = [row.get(name, {}).values() for name in sets]
         rows[title] = [" / ".join(map("{:.2f}".format, share)) for share in shares]
     for name, broken in result["broken"].items():
-        notes.append(f"{len(broken)} broken images in {name}, as {broken[0]}: they count as wrong")
+        so = "teach nothing" if name == "train" else "count as wrong"
+        notes.append(f"{len(broken)} broken images in {name}, for example {broken[0]}: they {so}")
     return "\n".join([result["protocol"], *aligned(rows), *(f"  {note}" for note in notes)])
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -693,7 +708,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             result = evaluate(cfg)
         except KeyboardInterrupt:
-            print("eval_linear.py: stopped; the same command continues", file=sys.stderr)
+            if ranks_and_rank()[1] == 0:
+                print("eval_linear.py: stopped; the same command continues a training of heads "
+                      "after its last whole epoch", file=sys.stderr)
             raise SystemExit(130) from None
         if ranks_and_rank()[1] > 0:
             return

@@ -3512,10 +3512,10 @@ def test_a_result_of_something_else_is_not_overwritten(tree, checkpoint, tmp_pat
     before = cfg.result.read_text()
     monkeypatch.setattr(eval_linear, "collect", None)
     for change in (dict(data=str(tmp_path)), dict(test=("v2=x",)), dict(select_split=0.1),
-                   dict(seed=1)):
+                   dict(seed=1), dict(knn=True), dict(cache=False), dict(mlp=True)):
         name, = change
         with pytest.raises(UserError, match=f"--out .*another {name} .*remove it or choose"):
-            evaluate(dataclasses.replace(cfg, **change))
+            evaluate(dataclasses.replace(cfg, out=str(cfg.result), **change))
     torch.save(torch.load(checkpoint) | {"step": 8}, checkpoint)
     with pytest.raises(UserError, match="--out .*another checkpoint"):
         evaluate(cfg)
@@ -3560,11 +3560,22 @@ def test_loader_processes_are_released_on_every_way_out(place, tree, checkpoint,
     assert multiprocessing.active_children() == []
 
 def test_an_evaluation_without_training_leaves_the_state_of_an_interrupted_one(tree, checkpoint):
-    """The same --out with --knn in between loses nothing."""
-    cfg = eval_settings(tree, checkpoint, knn=True, out=str(checkpoint.with_name("x.json")))
+    """The same --out with --knn or --cache in between loses nothing."""
+    for flag in ("knn", "cache"):
+        out = str(checkpoint.with_name(f"{flag}.json"))
+        cfg = eval_settings(tree, checkpoint, out=out, **{flag: True})
+        cfg.beside("state").write_bytes(b"hours of work")
+        evaluate(cfg)
+        assert cfg.beside("state").read_bytes() == b"hours of work"
+
+def test_a_damaged_state_is_one_line_with_the_way_out(tree, checkpoint):
+    cfg = eval_settings(tree, checkpoint)
     cfg.beside("state").write_bytes(b"hours of work")
-    evaluate(cfg)
-    assert cfg.beside("state").exists()
+    with pytest.raises(UserError, match="eval-state.pt is damaged .*remove it"):
+        evaluate(cfg)
+    torch.save({"step": 1}, cfg.beside("state"))
+    with pytest.raises(UserError, match="eval-state.pt is damaged .*remove it"):
+        evaluate(cfg)
 
 def test_the_commands_of_the_header_are_accepted():
     """What eval_linear.py says one can type, less what it says beside it."""
