@@ -66,7 +66,7 @@ def require(ok: bool, message: str) -> None:
 
 def setting(default: Any, least: float, most: float, text: str) -> Any:
     """A field of Config with its range (of a text, ignored) and its help."""
-    return dataclasses.field(default=default, metadata={"least": least, "most": most, "help": text})
+    return dataclasses.field(default=default, metadata={"range": (least, most), "help": text})
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
 # G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for
@@ -74,9 +74,8 @@ def setting(default: Any, least: float, most: float, text: str) -> Any:
 # of it is learned. Functions that are meant to be copied elsewhere spell torch.Tensor out.
 
 class Geometry(NamedTuple):
-    """An element of G for each image of a batch: a flip, then turns, then a resize. Scaling is
-    stored as the grid that it leads to. flip and turns stay on the CPU, where reading them does not
-    wait for a GPU."""
+    """An element of G for each image of a batch; scaling is stored as the grid that it leads to.
+    flip and turns stay on the CPU, where reading them does not wait for a GPU."""
     # Choice: one grid for all images of a view, so that they form one tensor, as in the release.
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
@@ -90,15 +89,13 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
 
     The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform); its sides are
     rounded, each 10 to 18 for grid 14. An element that `elements` lacks stays the identity, and the
-    draws of the others do not change. Raises ValueError for an unknown element.
-    """
+    draws of the others do not change. Raises ValueError for an unknown element."""
     if not set(elements) <= {"rot90", "hflip", "scale"}:
         raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
-    # Choice: the paper's [0.7, 1.3] (4.1) bounds the area, and the aspect lies in [3/4, 4/3], both
-    # as in the release.
+    # Choice: [0.7, 1.3] (4.1) bounds the area, [3/4, 4/3] the aspect, both as in the release.
     tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
     width_to_height = aspect[0] * (aspect[1] / aspect[0]) ** v
     height = max(1, round(math.sqrt(tokens / width_to_height)))
@@ -119,8 +116,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
         R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
     Scaling needs no term: rho resizes last, to g.grid, which overrides the size that g1 gave
     (turning a resized map is resizing the turned one). So x2 = rho_g(x1), exactly where nothing is
-    scaled, else up to resampling.
-    """
+    scaled, else up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -136,8 +132,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
 
     cell=1 moves token maps, cell=patch_size moves pixels, by the same code. Flips and turns are
-    permutations, exact bit for bit; only a change of size resamples. Gradients flow through.
-    """
+    permutations, exact bit for bit; only a change of size resamples. Gradients flow through."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
     for flip in (False, True):     # images with the same flip and turns are moved together
@@ -241,13 +236,10 @@ def sample_jitter(policy: Policy) -> Jitter:
         jitter = Jitter(brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
                         saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
                         order=torch.randperm(4))
-    if random.random() < 0.2:
-        jitter = jitter._replace(gray=True)
-    if random.random() < policy.blur:
-        jitter = jitter._replace(blur=random.uniform(0.1, 2.0))
-    if random.random() < policy.solarize:
-        jitter = jitter._replace(solarize=True)
-    return jitter
+    gray = random.random() < 0.2
+    blur = random.uniform(0.1, 2.0) if random.random() < policy.blur else 0.0
+    solarize = random.random() < policy.solarize
+    return jitter._replace(gray=gray, blur=blur, solarize=solarize)
 
 def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
     """(3, h, w) -> (3, size, size): the crop, resized, then flipped."""
@@ -288,9 +280,8 @@ class Dataset(torch.utils.data.Dataset):
                 break
             except Exception as error:     # decoders raise what they like
                 broken = broken or f"{item} ({error})"
-        views = []
-        for policy, (crop, jitter) in zip(self.policies, self.draw(key, image)):
-            views.append((cut(image, crop, policy.size), crop, jitter))
+        draws = zip(self.policies, self.draw(key, image))
+        views = [(cut(image, crop, policy.size), crop, jitter) for policy, (crop, jitter) in draws]
         return views, broken
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -301,9 +292,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     c = torch.where(chroma == 0, 1, chroma)
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
     hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
-    # Back to RGB: channel n is value - chroma * max(0, min(k, 4 - k, 1)), k = (n + hue) mod 6, with
-    # n = 5, 3, 1 for red, green, blue.
-    k = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)
+    # Back to RGB: channel n is value - chroma * max(0, min(k, 4 - k, 1)), k = (n + hue) mod 6.
+    k = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)     # red, green, blue
     return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
@@ -317,15 +307,12 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
-def blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    """x for factor 1, `other` for 0, beyond x for more than 1."""
-    return other.lerp(x, factor).clamp(0, 1)
-
 # torchvision's operations, with a parameter (n, 1, 1, 1) of its own for each of n images in [0, 1].
+# other.lerp(x, f) is x for f = 1, `other` for 0, and beyond x for more than 1.
 OPERATIONS = {
-    "brightness": lambda x, factor: (factor * x).clamp(0, 1),
-    "contrast": lambda x, factor: blend(x, rgb_to_grayscale(x).mean((2, 3), keepdim=True), factor),
-    "saturation": lambda x, factor: blend(x, rgb_to_grayscale(x), factor),
+    "brightness": lambda x, f: (f * x).clamp(0, 1),
+    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), keepdim=True).lerp(x, f).clamp(0, 1),
+    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
     "hue": shift_hue,
     "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
     "blur": gaussian_blur,
@@ -335,23 +322,17 @@ OPERATIONS = {
 def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `jitter`, and normalised."""
     x = x.clone()     # do not change the caller's tensor
-
-    def apply(name: str, chosen: Tensor) -> None:
-        rows = chosen.nonzero().flatten()     # on the CPU, so that nothing waits for a GPU
-        if len(rows) > 0:
-            value = getattr(jitter, name)[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
-            rows = rows.to(x.device, non_blocking=True)
-            x[rows] = OPERATIONS[name](x[rows], value)
-
-    # Each image has an operation at each place of its order. One that was not drawn has the default
-    # value, and `changed` leaves the image alone.
-    for place in range(4):
-        for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
-            changed = getattr(jitter, name) != getattr(Jitter(), name)
-            apply(name, changed & (jitter.order[:, place] == number))
-    apply("gray", jitter.gray)
-    apply("blur", jitter.blur > 0)
-    apply("solarize", jitter.solarize)
+    last = torch.tensor([4, 5, 6]).expand(len(x), 3)
+    order = torch.cat([jitter.order, last], dim=1)     # (B, 7), places in OPERATIONS
+    for place in range(7):
+        for number, name in enumerate(OPERATIONS):
+            value = getattr(jitter, name)
+            drawn = value != getattr(Jitter(), name)     # who drew nothing has the default
+            rows = (drawn & (order[:, place] == number)).nonzero().flatten()
+            if len(rows) > 0:     # rows are on the CPU, so that nothing waits for a GPU
+                value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
+                rows = rows.to(x.device, non_blocking=True)
+                x[rows] = OPERATIONS[name](x[rows], value)
     return normalise(x)
 
 def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
@@ -443,8 +424,7 @@ def sincos_codes(grid: int, dim: int) -> Tensor:
     angles = omega[:, None] * torch.arange(grid)                             # (dim / 4, grid)
     codes = torch.cat([angles.sin(), angles.cos()])                          # (dim / 2, grid)
     rows = codes[:, :, None].expand(-1, grid, grid)          # the same along a row
-    columns = codes[:, None, :].expand(-1, grid, grid)       # the same along a column
-    return torch.cat([rows, columns])[None]
+    return torch.cat([rows, rows.mT])[None]                  # rows.mT: the same along a column
 
 class Encoded(NamedTuple):
     """What the encoder makes of one part of a batch."""
@@ -506,29 +486,22 @@ class ViT(nn.Module):
         token maps and [CLS] are wanted; 0 is the embedding, in front of the first block."""
         if isinstance(images, Tensor):
             raise TypeError("the encoder takes a list of image tensors: encoder([x])")
-        maps: list[dict[int, Tensor]] = [{} for _ in images]
-        early: list[dict[int, Tensor]] = [{} for _ in images]
+        encoded = [Encoded(None, {}, {}) for _ in images]     # cls follows at the end
         tokens = [self.embed(x) for x in images]
         for layer in range(self.depth + 1):
             if layer > 0:
                 tokens = self.blocks[layer - 1](tokens)
             if layer in map_layers:
-                for i, x in enumerate(images):
-                    patches = tokens[i]
+                for x, t, found in zip(images, tokens, encoded):
                     if layer > self.cls_layer:
-                        early[i][layer] = tokens[i][:, 0]
-                        patches = tokens[i][:, 1:]
+                        found.early[layer] = t[:, 0]
+                        t = t[:, 1:]
                     rows = x.shape[-2] // self.patch_size
-                    maps[i][layer] = patches.mT.unflatten(2, (rows, -1))
-            if layer == self.cls_layer:
-                tokens = [self.insert_cls(patches) for patches in tokens]
-        cls = [self.norm(t[:, 0]) for t in tokens]
-        return [Encoded(*fields) for fields in zip(cls, maps, early)]
-
-    def insert_cls(self, patches: Tensor) -> Tensor:
-        """(B, N, D) -> (B, 1 + N, D)."""
-        cls = self.cls_token.expand(len(patches), -1, -1)
-        return torch.cat([cls, patches], dim=1)
+                    found.maps[layer] = t.mT.unflatten(2, (rows, -1))
+            if layer == self.cls_layer:     # (B, N, D) -> (B, 1 + N, D)
+                cls = self.cls_token
+                tokens = [torch.cat([cls.expand(len(t), -1, -1), t], dim=1) for t in tokens]
+        return [found._replace(cls=self.norm(t[:, 0])) for found, t in zip(encoded, tokens)]
 
     def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
         """(B, n * D), the input of the linear probe (paper 4.1): LayerNorm of [CLS] after each of
@@ -549,8 +522,7 @@ class AllGather(torch.autograd.Function):
     """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
 
     A rank's rows enter the loss of every rank, so their gradient is the sum over ranks; with the
-    mean that DDP then takes, R ranks equal one process. If shapes differ, all raise ValueError.
-    """
+    mean that DDP then takes, R ranks equal one process. If shapes differ, all raise ValueError."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         shapes = [None] * torch.distributed.get_world_size()
@@ -581,8 +553,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
     loss of the whole batch. chunk: the number of anchors whose logits are held at a time (None: 32
     MB of logits); they are computed again in the backward pass, so that memory does not grow with
     the square of B * N, at equal value and gradient. Raises ValueError for unequal shapes, a
-    temperature or chunk that is not positive, or a single image.
-    """
+    temperature or chunk that is not positive, or a single image."""
     B, N, K = z.shape
     if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
         raise ValueError(f"shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
@@ -644,12 +615,9 @@ def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's head: no biases; BatchNorm and ReLU between the layers, BatchNorm without affine
     parameters at the end."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:-1]):
-        layers.append(nn.Linear(fan_in, fan_out, bias=False))
-        layers.append(nn.BatchNorm1d(fan_out))
-        layers.append(nn.ReLU(inplace=True))
-    layers.append(nn.Linear(*widths[-2:], bias=False))
-    layers.append(nn.BatchNorm1d(widths[-1], affine=False))
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -689,8 +657,7 @@ class MoCoV3(nn.Module):
         self.diagnostics: dict[str, Tensor | float] = {}
 
     def update(self, progress: float) -> None:
-        """Move the momentum branch, before the keys are made, as MoCo-v3 does. Its momentum rises
-        to 1 on half a cosine."""
+        """Move the momentum branch, before the keys are made; m rises to 1 on half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         move_towards(self.momentum_encoder, self.encoder, m)
         move_towards(self.momentum_projector, self.projector, m)
@@ -720,9 +687,7 @@ class MoCoV3(nn.Module):
 
 def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
     """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
-    images = []
-    for view in views:
-        images += view.images
+    images = [part for view in views for part in view.images]
     encoded = encoder(images, layers)
     parts = len(views[0].images)
     return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
@@ -782,8 +747,7 @@ class SER(nn.Module):
                     others = len(z) * ranks_and_rank()[0] - 1
                     losses["equiv_chance"] = math.log(1 + 2 * z.shape[1] * others)
                     losses["patch_top1"] = retrieval(z, z_prime)
-        # Paper: Eq. 3. With weight 0 L_equiv is still computed, so that the control differs in
-        # nothing else.
+        # Paper: Eq. 3. L_equiv is computed with weight 0 too: the control differs in nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
 
 @torch.no_grad()
@@ -894,8 +858,7 @@ def check_ranges(cfg: Any) -> None:
     """Raise UserError for a number outside the range of its setting."""
     for field in dataclasses.fields(cfg):
         value = getattr(cfg, field.name)
-        least = field.metadata["least"]
-        most = field.metadata["most"]
+        least, most = field.metadata["range"]
         for number in value if isinstance(value, tuple) else (value,):
             require(isinstance(number, str) or (least <= number <= most and number < INF),
                     f"--{field.name.replace('_', '-')} {number}: must lie in {least:g}..{most:g}")
@@ -942,8 +905,7 @@ warnings.filterwarnings("ignore", "The image decoding and encoding")
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB, upright. torchvision decodes faster, to the same pixels
     and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything where
-    torchvision has no decoders. Raises what Pillow raises, and ValueError for what 8 bits cannot
-    hold."""
+    torchvision has no decoders. Raises what Pillow raises, and ValueError for more than 8 bits."""
     require(os.path.isfile(path), "no regular file")     # opening a pipe would wait
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):
         image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
@@ -1066,10 +1028,8 @@ FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}
 
 def resume(path: Path, identity: dict[str, Any], model: SER,
            optimizer: torch.optim.Optimizer) -> int:
-    """Load `path`, if it is there, and return its step, else 0. identity: program, config and
-    images of this run. Raises UserError if those of the checkpoint differ."""
-    if not path.exists():
-        return 0
+    """Load `path` and return its step. identity: program, config and images of this run. Raises
+    UserError if those of the checkpoint differ."""
     state = load_checkpoint(path)
     saved = state["config"] | {"program": state["program"], "images": state["images"]}
     now = identity["config"] | {"program": identity["program"], "images": identity["images"]}
@@ -1124,13 +1084,8 @@ class Log:
         facts |= {"command": " ".join(sys.argv), "config": vars(cfg)}
         print(json.dumps(facts), file=self.file)
         self.broken: set[str] = set()
-        self.reset(start)
-
-    def reset(self, step: int) -> None:
-        """Begin to count at this step."""
-        self.step = step
-        self.clock = time.perf_counter()
-        self.waited = 0.0     # for the loader
+        self.since = (start, time.perf_counter())     # step and time of the last record
+        self.waited = 0.0     # for the loader, since then
 
     def say(self, text: str) -> None:
         """A line on the screen, once for all ranks."""
@@ -1150,8 +1105,9 @@ class Log:
     def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
         """Write a step's values, means over ranks, and rates since the last record. Between
         checkpoints, only this waits for the device. Raises UserError if the loss is not finite."""
-        seconds = time.perf_counter() - self.clock
-        losses |= {"images_per_s": (step - self.step) * self.batch / seconds,
+        last, clock = self.since
+        seconds = time.perf_counter() - clock
+        losses |= {"images_per_s": (step - last) * self.batch / seconds,
                    "waiting": self.waited / seconds,
                    "broken": len(self.broken),
                    "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
@@ -1162,7 +1118,8 @@ class Log:
         print(json.dumps({"step": step, **means}), file=self.file)
         shown = ("loss", "inv", "inv_chance", "equiv", "equiv_chance", "patch_top1")
         self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
-        self.reset(step)
+        self.since = (step, time.perf_counter())
+        self.waited = 0.0
         require(math.isfinite(means["loss"]), f"step {step}: the loss is {means['loss']}; log.jsonl"
                 " shows how it came to that; try a lower --base-lr with a new --out")
 
@@ -1225,7 +1182,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     path = Path(cfg.out, "last.pt")
     identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
-    start = resume(path, identity, model, optimizer)
+    start = resume(path, identity, model, optimizer) if path.exists() else 0
     log = Log(cfg, model, identity["images"], start, steps)
     # Without device_ids: they would move Geometry to the GPU. DDP raises for unused parameters.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)

@@ -3416,7 +3416,7 @@ def test_a_broken_image_teaches_nothing_counts_as_wrong_and_is_named_once(tmp_pa
     argv = ["--data", str(tree), "--checkpoint", str(checkpoint), "--workers", "0", "--epochs", "2"]
     assert eval_linear.main(argv) == 0
     out, err = capfd.readouterr()
-    assert out.count("1 broken images in val, as") == 1 and "Traceback" not in err
+    assert out.count("1 broken images in val, for example") == 1 and "Traceback" not in err
     result = json.loads(checkpoint.with_name("eval.json").read_text())
     assert result["images"]["val"] == 16
     assert [len(files) for files in result["broken"].values()] == [1, 1]
@@ -3654,7 +3654,8 @@ def test_every_command_that_runs_a_script_of_paper_parses_and_is_within_range(na
         kind = module.Settings
         if "--base" in argv:     # an add-on has the flags of its base method
             addon = importlib.import_module("paper.methods.addon")
-            kind = addon.on(argv[argv.index("--base") + 1], module.Extra)
+            own = kind.__mro__[1]     # without those of the base method
+            kind = addon.settings_on(argv[argv.index("--base") + 1], own)
         cfg = ser.parse(argv[1:], kind)
         if isinstance(cfg, ser.Common):
             ser.check(cfg, ranks)
