@@ -334,6 +334,7 @@ def test_corruptions_are_scored_by_severity_with_the_head_of_the_linear_probe(
 def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(corruptions, "make", lambda *how: made.append(how))
+    monkeypatch.setattr(imagenette.importlib.util, "find_spec", lambda name: name)
     strengths = {f"corrupted, severity {n}, %": 10.0 * n for n in range(1, 6)}
     monkeypatch.setattr(measures, "corrupted",
                         lambda *_: {"corrupted, mean, %": 30.0, **strengths})
@@ -435,6 +436,12 @@ def test_as_many_workers_as_one_likes_do_not_harm(data, done, tmp_path, monkeypa
     (out / "ser-0" / "linear-trained.json").unlink()
     code, printed, said = call(data, out, "--workers", "1000", seeds=["0"])
     assert code == 0 and said == [f"measuring {out}/ser-0/linear-trained.json"]
+
+def test_missing_imagecorruptions_are_told_before_any_training(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(imagenette.importlib.util, "find_spec", lambda name: None)
+    code, _, said = call(data, tmp_path / "out", without=())
+    assert code == 2 and len(said) == 1 and not (tmp_path / "out").exists()
+    assert "or --without corruptions" in said[0]
 
 def test_a_missing_matplotlib_is_told_before_any_training(data, tmp_path, monkeypatch):
     monkeypatch.setattr(imagenette, "empty_figure", REAL_FIGURE)
