@@ -35,8 +35,8 @@ import torch
 import eval_linear
 import ser
 from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.runs import (ELEMENTS, PLAIN, Measured, Rows, base_settings, complete,
-                                    evaluate, markdown, minutes, over_seeds, resumable,
+from paper.experiments.runs import (ELEMENTS, PLAIN, Measured, Rows, base_settings, budget,
+                                    complete, evaluate, markdown, minutes, over_seeds, resumable,
                                     retrieval_chance, source_of, steps_of)
 from paper.methods import augself, equimod, essl, stl
 from ser import Config, require
@@ -224,15 +224,13 @@ def work(argv: Sequence[str] | None) -> None:
     table = summary(found, configs)
     parts = {"runs": table, "decoupled": decoupled(found, layer, base.depth),
              "tasks": tasks(configs)}
-    spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
+    spent, sentence = budget(configs, options.seeds, len(source), total)
     text = "\n\n".join(map(markdown, parts.values()))
-    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {len(source)} images, {total} steps "
-             f"of {base.batch_size}, {spent:.0f} minutes of training in all. Retrieval is "
-             f"after block {layer}, chance {retrieval_chance(base):.2g}.")
+    text += (f"\n\n{sentence}. Retrieval is after block {layer}, chance "
+             f"{retrieval_chance(base):.2g}.")
     stem = "-".join(map(str, ["decoupling", *options.seeds]))     # of these seeds, and no others
     eval_linear.write_json(out / f"{stem}.json", {
-        "seeds": options.seeds, "images": len(source), "steps": total, "minutes": spent,
-        "text": text,
+        **spent, "text": text,
         "settings": {title: vars(cfgs[0]) for title, cfgs in configs.items()}, **parts})
     draw(figure, table, layer)
     write_png(figure, out / f"{stem}.png")

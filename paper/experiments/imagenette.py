@@ -35,9 +35,9 @@ import ser
 from paper.evaluations import corruptions
 from paper.experiments import measures
 from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, complete, evaluate, flags,
-                                    markdown, minutes, over_seeds, resumable, retrieval_chance,
-                                    source_of, steps_of)
+from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, budget, complete,
+                                    evaluate, flags, markdown, over_seeds, resumable,
+                                    retrieval_chance, source_of, steps_of)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.imagenette"
@@ -180,9 +180,7 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
     terms = [measures.gradient_terms(one, paths) for one in runs["ser"]]
 
     rows = compare(found)
-    spent = 0.0
-    for cfgs in runs.values():
-        spent += sum(map(minutes, cfgs))
+    spent, sentence = budget(runs, options.seeds, len(paths), total)
     layer = max(cfg.equiv_layers)
     names = [name for name in rows if "%" in name and "severity" not in name]
     for element in ELEMENTS:
@@ -198,13 +196,11 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
                     f"between them {cosine:.2g}.")
     classes = len(eval_linear.collect(eval_linear.Settings(data=cfg.data, test=()), 0)[0])
     command = shlex.join(flags(dataclasses.replace(cfg, data="")))
-    text.append(f"Seeds {' '.join(map(str, options.seeds))}; {len(paths)} images, {total} steps of "
-                f"{cfg.batch_size}, {spent:.0f} minutes of training in all; chance: accuracy "
-                f"{100 / classes:.3g} %, retrieval {retrieval_chance(cfg):.2g}; {command}")
+    text.append(f"{sentence}; chance: accuracy {100 / classes:.3g} %, retrieval "
+                f"{retrieval_chance(cfg):.2g}; {command}")
     eval_linear.write_json(out / "imagenette.json", {
-        "seeds": options.seeds, "images": len(paths), "steps": total, "minutes": spent,
-        "arms": ARMS, "settings": vars(cfg), "rows": rows, "curves": curves, "gradients": terms,
-        "text": text})
+        **spent, "arms": ARMS, "settings": vars(cfg), "rows": rows, "curves": curves,
+        "gradients": terms, "text": text})
     draw(figure, runs, rows, curves)
     write_png(figure, Path(options.figure or out / "imagenette.png"))
     return "\n".join(text)

@@ -32,8 +32,8 @@ from typing import Any, Sequence
 import eval_linear
 import ser
 from paper.experiments.curves import empty_figure, write_png
-from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, complete, evaluate,
-                                    markdown, minutes, over_seeds, resumable, source_of, steps_of)
+from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, budget, complete,
+                                    evaluate, markdown, over_seeds, resumable, source_of, steps_of)
 from ser import Config, require
 
 PROGRAM = "paper.experiments.layers"
@@ -155,16 +155,13 @@ def work(argv: Sequence[str] | None) -> None:
     for panel, its_points in points.items():
         for point, settings in its_points.items():
             shown[f"{panel}: {point}"] = rows[run_name(base, settings)]
-    text = markdown(shown)
-    spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
-    text += (f"\n\nSeeds {' '.join(map(str, options.seeds))}; {len(source)} images, {total} steps "
-             f"of {base.batch_size}, {spent:.0f} minutes of training in all.")
+    spent, sentence = budget(configs, options.seeds, len(source), total)
+    text = f"{markdown(shown)}\n\n{sentence}."
     if len(options.seeds) == 1:
         text += " One seed: differences of a few points say nothing."
     stem = "-".join(map(str, ["layers", *options.panels, *options.seeds]))
     eval_linear.write_json(out / f"{stem}.json", {
-        "seeds": options.seeds, "images": len(source), "steps": total, "minutes": spent,
-        "settings": vars(base), "grid": points, "rows": shown, "text": text})
+        **spent, "settings": vars(base), "grid": points, "rows": shown, "text": text})
     if "layer" in points or "cls" in points:
         draw(figure, points, rows, base)
         write_png(figure, out / f"{stem}.png")

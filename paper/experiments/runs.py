@@ -224,6 +224,15 @@ def retrieval_chance(cfg: Common) -> float:
     """1 / tokens of the 32 images among which eval_linear looks for a token's counterpart."""
     return (cfg.patch_size / cfg.image_size) ** 2 / 32
 
+def budget(configs: dict[str, list[Any]], seeds: Sequence[int], images: int,
+           total: int) -> tuple[dict[str, Any], str]:
+    """What all runs together were given and took: for the JSON file, and as a sentence."""
+    spent = sum(minutes(cfg) for cfgs in configs.values() for cfg in cfgs)
+    batch_size = next(iter(configs.values()))[0].batch_size
+    return ({"seeds": seeds, "images": images, "steps": total, "minutes": spent},
+            f"Seeds {' '.join(map(str, seeds))}; {images} images, {total} steps of {batch_size}, "
+            f"{spent:.0f} minutes of training in all")
+
 # ==== Report ======================================================================================
 # Title of a row -> column -> what over_seeds returns; None where there is nothing.
 Rows = dict[str, dict[str, dict[str, Any] | None]]
