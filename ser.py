@@ -157,6 +157,7 @@ class Policy(NamedTuple):
     area: tuple[float, float] | None     # of the crop, share of the image; None: plain centre crop
     blur: float                          # probability
     solarize: float                      # probability
+    blur_max: float = 2.0                # largest standard deviation of the blur, pixels
 
 class Crop(NamedTuple):
     """Where a view was cut, in shares of the image's height and width, so that it holds at any
@@ -237,7 +238,7 @@ def sample_jitter(policy: Policy) -> Jitter:
                         saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
                         order=torch.randperm(4))
     gray = random.random() < 0.2
-    blur = random.uniform(0.1, 2.0) if random.random() < policy.blur else 0.0
+    blur = random.uniform(0.1, policy.blur_max) if random.random() < policy.blur else 0.0
     solarize = random.random() < policy.solarize
     return jitter._replace(gray=gray, blur=blur, solarize=solarize)
 
@@ -790,6 +791,7 @@ class Common:
     equiv_layers: tuple[int, ...] = setting((3,), 1, INF, "blocks with L_equiv (paper: 3)")
     group: tuple[str, ...] = setting(("rot90", "hflip", "scale"), 0, 0, "elements of G")
     crop_min: float = setting(0.08, TINY, 1, "least area of a crop, share of the image (MoCo-v3)")
+    blur_max: float = setting(2.0, 0.1, 2, "largest blur, pixels (MoCo-v3: 2, on views of 224)")
     batch_size: int = setting(2048, 1, INF, "images per step, over all ranks (paper: 2048)")
     epochs: float = setting(100.0, TINY, INF, "passes over the data, also fractions (paper: 100)")
     warmup_epochs: float = setting(10.0, 0, INF, "epochs of linear warmup (paper: 10)")
@@ -801,6 +803,7 @@ class Common:
     log_every: int = setting(20, 1, INF, "steps between log records")
     save_every: int = setting(0, 0, INF, "steps between checkpoints; 0: one per epoch")
     compile: bool = setting(False, 0, 1, "compile the transformer blocks")
+    bf16: bool = setting(False, 0, 1, "bfloat16 on a CPU too: faster if it has AVX512_BF16")
 
     @property
     def lr(self) -> float:
@@ -816,7 +819,8 @@ class Common:
     def policies(self) -> tuple[Policy, ...]:
         """T of every view of an image; here MoCo-v3's two."""
         area = (self.crop_min, 1.0)
-        return Policy(self.image_size, area, 1.0, 0.0), Policy(self.image_size, area, 0.1, 0.2)
+        return (Policy(self.image_size, area, 1.0, 0.0, self.blur_max),
+                Policy(self.image_size, area, 0.1, 0.2, self.blur_max))
 
     def dataset(self, source: Sequence[str] | Tensor) -> Dataset:
         """What draws and cuts the views."""
@@ -1024,7 +1028,7 @@ def load_encoder(path: str | Path) -> ViT:
     return encoder.eval()
 
 # What may change when a run is continued; so may the number of ranks, and |b2| by its rounding.
-FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile"}
+FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile", "bf16"}
 
 def resume(path: Path, identity: dict[str, Any], model: SER,
            optimizer: torch.optim.Optimizer) -> int:
@@ -1165,6 +1169,8 @@ def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
     if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
+    # In bfloat16 a CPU's flash attention is slow backwards. The switch holds for CPUs, too.
+    torch.backends.cuda.enable_flash_sdp(device.type == "cuda" or not cfg.bf16)
     return model.to(device)
 
 def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
@@ -1202,7 +1208,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             # Forward. What a method draws here has a seed of its own, so a resumed run repeats it.
             torch.manual_seed(seed_of(cfg.seed, "step", step, rank))
             model.base.update(step / steps)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or cfg.bf16):
                 losses = parallel(batch, diagnose=logs)
             # Backward.
             optimizer.zero_grad()

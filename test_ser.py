@@ -502,6 +502,20 @@ def test_a_users_images_get_t_in_b1_and_t_eq_in_b2_independently_in_both_views(i
         for name in Crop._fields:
             assert correlation(getattr(crop1, name), getattr(crop2, name)) < 0.1, name
 
+def test_the_largest_blur_follows_its_flag_and_changes_no_other_draw():
+    """--blur-max, for views that are smaller than MoCo-v3's: the same draws, less blur."""
+    image = torch.zeros(3, 40, 50, dtype=torch.uint8)
+    datasets = [Config(blur_max=most).dataset(image[None]) for most in (2.0, 0.5)]
+    largest = 0.0
+    for index in range(200):
+        wide, narrow = (each.draw(Key(0, index, index, True), image) for each in datasets)
+        for (crop1, jitter1), (crop2, jitter2) in zip(wide, narrow):
+            assert crop1 == crop2 and same(jitter1._replace(blur=0.0), jitter2._replace(blur=0.0))
+            share_of_range = (jitter1.blur - 0.1) / 1.9
+            assert jitter2.blur == pytest.approx(0.1 + 0.4 * share_of_range if jitter1.blur else 0)
+            largest = max(largest, jitter2.blur)
+    assert 0.45 < largest <= 0.5
+
 @pytest.mark.parametrize("h, w", [(40, 64), (64, 40), (48, 48)])
 def test_a_policy_without_area_is_the_plain_centre_crop_without_jitter(h, w):
     """A view that nothing was done to: the centre, 224 of 256 of the shorter side."""
@@ -1433,15 +1447,17 @@ def test_ranks_equal_one_process(ranks, folder, tmp_path):
 DEFAULTS = dict(
     data="", out="runs/ser", init="", image_size=224, patch_size=16, dim=384, depth=12, heads=6,
     position="learned", cls_layer=3, ratio=0.01, weight=0.5, temperature=0.3, equiv_layers=(3,),
-    group=("rot90", "hflip", "scale"), crop_min=0.08, batch_size=2048, epochs=100.0,
+    group=("rot90", "hflip", "scale"), crop_min=0.08, blur_max=2.0, batch_size=2048, epochs=100.0,
     warmup_epochs=10.0, base_lr=3e-4, weight_decay=0.1, seed=0, workers=8, log_every=20,
-    save_every=0, compile=False, moco_temperature=0.2, moco_momentum=0.99, moco_hidden=4096)
+    save_every=0, compile=False, bf16=False, moco_temperature=0.2, moco_momentum=0.99,
+    moco_hidden=4096)
 
 def test_the_defaults_are_the_papers():
     """4.1, setting by setting; where the paper is silent, the release's or MoCo-v3's."""
     assert vars(Config()) == DEFAULTS
     assert Config().lr == pytest.approx(2.4e-3)
-    assert Config().policies == ((224, (0.08, 1.0), 1.0, 0.0), (224, (0.08, 1.0), 0.1, 0.2))
+    assert Config().policies == (
+        (224, (0.08, 1.0), 1.0, 0.0, 2.0), (224, (0.08, 1.0), 0.1, 0.2, 2.0))
 
 def test_a_help_text_that_names_the_papers_value_names_the_default():
     """4.1: "(paper: 0.01)" beside a setting is its default."""
@@ -2386,6 +2402,31 @@ def test_the_baseline_and_the_ablations_train_too(change, folder, tmp_path):
     assert setting["b2"] == 8 * settings["ratio"] and last["step"] == 2
     assert ("equiv" in first) == (settings["ratio"] > 0)
     assert (first["grad_equiv"] > 0) == (change.get("weight") != 0 and settings["ratio"] > 0)
+
+def test_bf16_multiplies_in_bfloat16_and_keeps_weights_and_losses_whole(
+        folder, tmp_path, monkeypatch):
+    """--bf16: on a CPU, too, products are bfloat16 and attention is not the slow flash one; a run
+    may go on with it. Losses stay close to those of float32."""
+    made = []
+    feed_forward = ser.Block.feed_forward
+
+    def spy(block, x):
+        out = feed_forward(block, x)
+        made.append((out.dtype, torch.backends.cuda.flash_sdp_enabled()))
+        return out
+
+    monkeypatch.setattr(ser.Block, "feed_forward", spy)
+    losses = {}
+    for bf16 in (True, False):
+        cfg = toy(data=folder, out=tmp_path / str(bf16), epochs=0.4, bf16=bf16)
+        state = ser.load_checkpoint(ser.train(cfg))
+        assert all(v.dtype != torch.bfloat16 for v in state["model"].values())
+        losses[bf16] = torch.tensor(list(steps(cfg.out).values()))[:, :3]
+        assert set(made) == {(torch.bfloat16 if bf16 else torch.float32, not bf16)}
+        made.clear()
+    assert not torch.equal(losses[True], losses[False])
+    close(losses[True], losses[False], 0.02)
+    ser.train(dataclasses.replace(cfg, bf16=True))
 
 def converted_on(device, ranks, monkeypatch, tmp_path):
     """Whether train hands the optimizer a model with SyncBatchNorm on this device."""

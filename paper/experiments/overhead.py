@@ -15,6 +15,7 @@ Times are medians and quartiles over rounds of all sides in turn; ratios are tak
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ from torch.utils.data import default_collate
 import ser
 from paper.experiments import macs, timing
 from paper.experiments.pieces import loader, loss, loss_alone, packed
+from paper.experiments.runs import multiplies_bf16
 from paper.experiments.timing import compared, peak, ratios, spread
 from ser import require
 
@@ -48,16 +50,12 @@ def same_grid(batch: int, *how: Any, generator: torch.Generator, **more: Any) ->
 
 class Step:
     """Training step number `turn` as ser.train does it, from views on: jitter, momentum update,
-    forward, backward, AdamW; bf16 autocast on a GPU. The images are random and decoded."""
+    forward, backward, AdamW; bf16 on a GPU, or with --bf16. The images are random and decoded."""
 
-    def __init__(self, cfg: Any, build: Callable[[Any], Any] = ser.build, compiled: bool = False):
+    def __init__(self, cfg: Any, build: Callable[[Any], Any] = ser.build):
         self.cfg = cfg
         ser.setup()     # as in training
-        self.model = build(cfg).to(timing.DEVICE)
-        if compiled:
-            for block in self.model.modules():
-                if isinstance(block, ser.Block):
-                    block.compile(dynamic=True)
+        self.model = ser.placed(build(cfg), cfg, timing.DEVICE, 1)
         self.optimizer = cfg.optimizer(self.model, fused=timing.CUDA)
         side = cfg.image_size
         images = torch.randint(256, (cfg.batch_size, 3, side, side), dtype=torch.uint8,
@@ -78,24 +76,25 @@ class Step:
     def __call__(self, turn: int) -> None:
         batch = self.views(turn)
         self.model.base.update(0.5)
-        with torch.autocast(timing.DEVICE.type, torch.bfloat16, enabled=timing.CUDA):
+        with torch.autocast(timing.DEVICE.type, torch.bfloat16, timing.CUDA or self.cfg.bf16):
             loss = self.model(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()
         self.cfg.before_step(self.optimizer, 1.0)
         self.optimizer.step()
 
-def step_settings() -> dict[str, ser.Config]:
-    """The sides of `step`, MoCo-v3 first: ViT-S/16 at 224."""
-    found = {"MoCo-v3": ser.Config(batch_size=timing.IMAGES, ratio=0.0, cls_layer=0)}
+def step_settings(how: str = "eager") -> dict[str, ser.Config]:
+    """The sides of `step`, MoCo-v3 first: ViT-S/16 at 224. how: eager, compile or bf16."""
+    base = ser.Config(batch_size=timing.IMAGES, compile=how == "compile", bf16=how == "bf16")
+    found = {"MoCo-v3": dataclasses.replace(base, ratio=0.0, cls_layer=0)}
     for b2 in B2:
         name = f"SER, {b2} of {timing.IMAGES} in b2"
-        found[name] = ser.Config(batch_size=timing.IMAGES, ratio=b2 / timing.IMAGES)
+        found[name] = dataclasses.replace(base, ratio=b2 / timing.IMAGES)
     return found
 
 def step_alone(name: str, how: str) -> dict[str, float]:
     """What --alone step runs: the peak of three steps of a side that has a process to itself."""
-    step = Step(step_settings()[name], compiled=how == "compiled")
+    step = Step(step_settings(how)[name])
     for turn in range(3):
         step(turn)
     return {"peak_mb": peak()}
@@ -107,11 +106,15 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
     64, bf16. Memory is the peak of a side alone in a process: of CUDA's allocator, or resident,
     with what glibc keeps, as in training."""
     rows: dict[str, Any] = {}
-    settings = step_settings()
-    warm_up = {"eager": 1, "compiled": 20} if timing.CUDA else {"eager": 1}
+    warm_up = {"eager": 1}
+    if timing.CUDA:
+        warm_up["compile"] = 20
+    elif multiplies_bf16():
+        warm_up["bf16"] = 1
     for how, warm in warm_up.items():
+        settings = step_settings(how)
         peaks = {name: timing.fresh("step", name, how)["peak_mb"] for name in settings}
-        steps = {name: Step(cfg, compiled=how == "compiled") for name, cfg in settings.items()}
+        steps = {name: Step(cfg) for name, cfg in settings.items()}
         times = timing.in_turn(options.pairs, steps, warm)
         for name, cfg in settings.items():
             drawn = [steps[name].grids.get(turn, []) for turn in range(options.pairs)]

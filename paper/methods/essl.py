@@ -55,7 +55,8 @@ class ESSLSettings(addon.AddOnSettings):
     @property
     def policies(self) -> tuple[Policy, ...]:
         """T of views 1 and 2, then the small crop's."""
-        small = Policy(self.local_size, (self.local_min, self.local_max), blur=0.1, solarize=0.0)
+        small = Policy(self.local_size, (self.local_min, self.local_max), blur=0.1, solarize=0.0,
+                       blur_max=self.blur_max)
         return *super().policies, small
 
 class Remembering(MoCoV3):

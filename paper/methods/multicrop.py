@@ -52,7 +52,7 @@ class Settings(ser.Config):
     def policies(self) -> tuple[Policy, ...]:
         """T of MoCo-v3's two views, then of the local ones."""
         area = (self.local_crop_min, self.local_crop_max)
-        local = Policy(self.local_size, area, blur=0.5, solarize=0.0)
+        local = Policy(self.local_size, area, blur=0.5, solarize=0.0, blur_max=self.blur_max)
         return super().policies + (local,) * (2 * self.local_pairs)
 
 class MultiCrop(MoCoV3):

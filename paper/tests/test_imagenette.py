@@ -92,6 +92,22 @@ def test_arms_differ_in_nothing_but_what_defines_them_and_seeds_in_the_seed(done
     assert differences("ser-0", "ser-1") == {"seed": (0, 1)}
     assert all(checkpoint(done[0], run)["step"] == STEPS for run in RUNS)
 
+@pytest.mark.parametrize("native", [False, True])
+def test_a_cpu_that_has_bf16_products_is_told_to_use_them_on_images(native, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runs, "multiplies_bf16", lambda: native)
+    assert runs.base_settings("somewhere", []).bf16 == native
+    assert runs.base_settings("somewhere", ["--bf16"]).bf16
+    assert not runs.base_settings("", []).bf16
+
+@pytest.mark.parametrize("known, wanted", [("flags: avx2 avx512_bf16", True), ("flags: avx2", False)])
+def test_what_a_cpu_can_do_is_read_from_the_system(known, wanted, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(runs, "Path", lambda _: path)
+    assert not runs.multiplies_bf16()     # no such file: not Linux
+    path.write_text(known)
+    assert runs.multiplies_bf16() == wanted
+
 def test_every_seed_is_done_before_the_next_by_commands_that_ser_py_takes(done):
     commands = [line for line in done[2] if line.startswith("python ser.py ")]
     configs = [ser.parse(shlex.split(line)[2:]) for line in commands]

@@ -193,10 +193,32 @@ def given_times(rounds, sides, warm=1):
 
 class NoStep:
     """In place of a step, where times are given."""
-    def __init__(self, cfg, compiled=False):
+    def __init__(self, cfg):
         self.grids = {}
         if cfg.ratio > 0:
             self.grids = {turn: [(14, 14), (14, 14)] for turn in range(2)}
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_cpu_with_bf16_products_is_timed_with_them_too(native, monkeypatch, capsys):
+    """The rows are named for how their steps are set up."""
+    made = []
+
+    class Settings(NoStep):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            made.append((cfg.bf16, cfg.compile))
+
+    monkeypatch.setattr(timing, "in_turn", given_times)
+    monkeypatch.setattr(timing, "fresh", lambda *_, **__: {"peak_mb": 1.0})
+    monkeypatch.setattr(timing, "CUDA", False)
+    monkeypatch.setattr(ser, "Config", lambda **how: REAL_CONFIG(**TOY | how | dict(batch_size=8)))
+    monkeypatch.setattr(overhead, "Step", Settings)
+    monkeypatch.setattr(overhead, "B2", (4, 8))
+    monkeypatch.setattr(timing, "IMAGES", 8)
+    monkeypatch.setattr(overhead, "multiplies_bf16", lambda: native)
+    rows = overhead.step(overhead.parse(["--pairs", "2"]))
+    assert made == [(False, False)] * 3 + [(True, False)] * (3 if native else 0)
+    assert [name.rpartition(" ")[2] for name in rows] == ["eager"] * 3 + ["bf16"] * (3 * native)
 
 def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_is(
         monkeypatch, tmp_path, capsys):
@@ -206,7 +228,8 @@ def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_
     small = ser.Config(**TOY)
     plain = dataclasses.replace(small, ratio=0.0)
     monkeypatch.setattr(overhead, "step_settings",
-                        lambda: {"MoCo-v3": plain, "SER, 2": small, "SER, 4": small})
+                        lambda how: {"MoCo-v3": plain, "SER, 2": small, "SER, 4": small})
+    monkeypatch.setattr(overhead, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(pieces, "packed_batches", lambda *_: {"2": ([], [[]]), "6": ([], [[]])})
     monkeypatch.setattr(pieces, "moco_v3_pipeline", lambda *_: None)
     monkeypatch.setattr(ser, "build", lambda cfg: REAL_BUILD(small))
