@@ -1,4 +1,4 @@
-"""t-SNE of 20 random classes (the paper's A.5 figures), with numbers beside the pictures.
+"""t-SNE of 20 random classes (the paper's A.6 figures), with numbers beside the pictures.
 
 The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for
 MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It prints

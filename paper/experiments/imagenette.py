@@ -3,20 +3,20 @@
     python -m paper.experiments.imagenette --data imagenette2-160
     python -m paper.experiments.imagenette --data DIR --seeds 0 --without corruptions
 
-DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of ten epochs: hours on a CPU; on
-a GPU ViT-S for 100 epochs (runs.py).
-Flags of ser.py go to every arm alike. The arms of a seed have the same budget and the same images
-in the same order and differ in ARMS alone (control: lambda = 0).
+DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of 20 epochs at 64 pixels: hours
+on a CPU; on a GPU ViT-S for 100 epochs (runs.py). Flags of ser.py go to every arm alike. The arms
+of a seed have the same budget and the same images in the same order and differ in ARMS alone
+(control: lambda = 0).
 
 It prints a table, a row per measure, mean ± std over seeds and paired differences, beside SER's
-encoder before training: linear and MLP
-heads (their rate chosen on held-out training images) and 20-NN, on features of centre crops; how
-well turns and flips can be told from frozen tokens; top-1 on made corruptions of ten val images a
-class; after blocks, retrieval and the score of Table 3; below it SER's gradient norms, images,
-steps, minutes. All numbers go to imagenette.json in --out, learning curves, 20-NN after every epoch
-(of 2,000 and 1,000 images), retrieval and corruptions to one PNG. After SIGTERM or Ctrl-C the same
-command continues. To train seeds side by side, call it with --seeds 0 and with --seeds 1 and the
-same --out; a last call with both trains nothing.
+encoder before training: linear and MLP heads (their rate chosen on held-out training images) and
+20-NN, on features of centre crops; how well turns and flips can be told from frozen tokens; top-1
+on made corruptions of ten val images a class; after blocks, retrieval and the score of Table 4;
+below it SER's gradient norms, images, steps, minutes. All numbers go to imagenette.json in --out,
+learning curves, 20-NN after about ten of the epochs (of 2,000 and 1,000 images), retrieval and
+corruptions to one PNG. After SIGTERM or Ctrl-C the same command continues. To train seeds side by
+side, call it with --seeds 0 and with --seeds 1 and the same --out; a last call with both trains
+nothing.
 """
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     given = {argument.partition("=")[0] for argument in rest}
     taken = {"--seed", "--weight"} & given
     require(not taken, f"{' '.join(taken)}: the arms or their seeds differ in it, leave it out")
-    require("--save-every" not in given, "--save-every: the encoder is kept at every epoch")
+    require("--save-every" not in given, "--save-every: encoders are kept by epochs")
     require(len(set(options.seeds)) == len(options.seeds), f"--seeds {options.seeds}: one is twice")
     require(options.data != "", "--data is empty: an unset shell variable?")
     folder = Path(options.figure).parent

@@ -4,7 +4,7 @@
     python -m paper.experiments.layers --panels layer cls        the figure alone, 9 runs
     python -m paper.experiments.layers --data imagenette2-160 --seeds 0 1
 
-The paper, ViT-S, 100 epochs of ImageNet, top-1 (Table 3, and the tables of its appendix):
+The paper, ViT-S, 100 epochs of ImageNet, top-1 (Table 4, and the tables of its appendix):
     layer       3 / 9 / 12: 69.28 / 68.72 / 68.18, score of rot90 .840 / .888 / .924
     all layers  69.21
     group       full 69.28, without rot90 69.17, without rot90 and hflip 69.12, without rot90 and
@@ -15,7 +15,7 @@ The figure's values are in its picture alone (left top-1, right top-5). In the r
 ties the layer to [CLS], and the last layer crashes.
 
 Flags of ser.py go to all runs alike. It prints a table, a row for each run: linear heads and 20-NN
-on features of centre crops, and the scores of Table 3 with retrieval after the last block. All
+on features of centre crops, and the scores of Table 4 with retrieval after the last block. All
 numbers go to layers-PANELS-SEEDS.json in --out, the two panels of the paper's figure to a PNG of
 that name. Runs that are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
 A linear head reads [CLS] after the last four blocks that have one, after fewer where it enters
@@ -96,7 +96,7 @@ def summary(measured: list[dict[str, float]], depth: int) -> dict[str, dict[str,
 
 def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
     """Left, by the layer of L_equiv; right, by the layer after which [CLS] enters. Thin lines are
-    seeds; on the axis to the right, dotted, the score of Table 3 after the last block."""
+    seeds; on the axis to the right, dotted, the score of Table 4 after the last block."""
     panels = [panel for panel in ("layer", "cls") if panel in points]
     titles = {"layer": "L_equiv and [CLS] at layer (at the last: [CLS] at 0)",
               "cls": "[CLS] enters after block"}

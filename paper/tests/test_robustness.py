@@ -69,7 +69,7 @@ def test_mce_of_alexnet_itself_is_100():
     assert mean_corruption_error(alone) == pytest.approx(100 / 15)
 
 def test_the_papers_rows_have_its_columns_and_its_means():
-    """Tables of A.6: 15 and 14 columns, whose plain mean the paper prints as Avg."""
+    """Tables of A.5: 15 and 14 columns, whose plain mean the paper prints as Avg."""
     wanted = {
         "ImageNet-C, top-1 %": "39.47 38.93 33.33 40.58 37.45 42.66 42.91",
         "ImageNet-C, top-5 %": "61.76 61.90 54.83 63.53 60.33 65.92 65.48",
