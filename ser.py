@@ -6,7 +6,7 @@ intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1: the first blocks, which give a map of patch tokens; [CLS] enters with f2
     b1, b2         each batch has two parts: b1 gets the usual crops (policy T), b2, about 1% of
-                   the images, gets invertible geometry g from a group G in place of a crop (T_eq)
+                   the images, gets invertible geometry from a group G in place of a crop (T_eq)
     L_inv          the base method's loss (here MoCo-v3's) on the final [CLS] of b1 and b2 together
     L_equiv        patch-wise NT-Xent on b2 between rho_g(f1(x1)) and f1(x2), where
                    x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
@@ -18,8 +18,8 @@ intermediate layer, where the patch tokens still form a map of the image:
 
 1 Group (paper 3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance loss (3.3), 5 Base method (4.1),
 6 SER (Algorithm 1), 7 Config (4.1), 8 Data, 9 Training, 10 Command line. `# Paper:` marks what the
-paper prescribes, `# Choice:` where it is silent or the release (github.com/aitrics-chris/SER)
-differs. Axes: B images (B1 of b1, B2 of b2), 3 x h x w pixels (S x S for a square view), N tokens
+paper prescribes, `# Choice:` where it is silent, or the release (github.com/aitrics-chris/SER)
+differs from it. Axes: B images (B1 of b1, B2 of b2), 3 x h x w pixels (S x S if square), N tokens
 on a grid of H x W (rows first), D width, K projection, R ranks.
 """
 from __future__ import annotations
@@ -65,13 +65,13 @@ def require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 def setting(default: Any, least: float, most: float, text: str) -> Any:
-    """A field of Config with its range (of a text, ignored) and its help."""
+    """A field of Config: its default, its range (ignored for a text) and its help."""
     return dataclasses.field(default=default, metadata={"range": (least, most), "help": text})
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
 # G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for
 # an image and for its token map: turns and flips permute pixels or tokens, scaling resizes. Nothing
-# of it is learned. Functions that are meant to be copied elsewhere spell torch.Tensor out.
+# of it is learned. Functions meant to be copied into other code write torch.Tensor in full.
 
 class Geometry(NamedTuple):
     """An element of G for each image of a batch; scaling is stored as the grid that it leads to.
@@ -85,9 +85,9 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     aspect: tuple[float, float] = (3 / 4, 4 / 3),
                     elements: tuple[str, ...] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
-    """Draw a flip and turns for each of `batch` images, and one grid for all of them.
+    """Draw a flip and turns per image, and one Geometry.grid for all; grid: its unscaled side.
 
-    The grid has `area` * grid^2 tokens (uniform) at the aspect W / H (log-uniform); its sides are
+    The grid has grid^2 tokens times a uniform `area`, at a log-uniform W / H; its sides are
     rounded, each 10 to 18 for grid 14. An element that `elements` lacks stays the identity, and the
     draws of the others do not change. Raises ValueError for an unknown element."""
     if not set(elements) <= {"rot90", "hflip", "scale"}:
@@ -111,12 +111,12 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on the grid of g2.
 
-    Let R be a quarter turn and F the flip, so that an element is R^t F^f. A mirror image turns the
-    other way round, F R = R^-1 F, hence
-        R^t2 F^f2 (R^t1 F^f1)^-1 = R^(t2 - s t1) F^(f1 xor f2),   s = -1 if f1 != f2, else 1.
-    Scaling needs no term: rho resizes last, to g.grid, which overrides the size that g1 gave
-    (turning a resized map is resizing the turned one). So x2 = rho_g(x1), exactly where nothing is
-    scaled, else up to resampling."""
+    Let Q be a quarter turn and M the flip, so that an element is Q^t M^m. A mirror image turns the
+    other way round, M Q = Q^-1 M, hence
+        Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
+    Scaling needs no term: turning a resized map is resizing the turned one, so that rho can resize
+    last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1), exactly where nothing is scaled,
+    else up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -135,7 +135,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     permutations, exact bit for bit; only a change of size resamples. Gradients flow through."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(*x.shape[:2], *size)
-    for flip in (False, True):     # images with the same flip and turns are moved together
+    for flip in (False, True):     # each image is in one of eight branches, moved as one batch
         for turns in range(4):
             members = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
             if len(members) > 0:
@@ -146,8 +146,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader's processes decode an image once and cut its views; the device applies the geometry of
-# b2 and the jitter of all. Crop and jitter are drawn from (seed, epoch, image), geometry from
+# The loader's processes decode an image once and cut its views; the device moves b2 and jitters
+# all images. Crop and jitter are drawn from (seed, epoch, image), geometry from
 # (seed, step, view), so that a resumed run goes on with the same draws. They travel with the view
 # that they made: SER reads the geometry alone, and methods in paper/methods learn from the others.
 
@@ -181,7 +181,7 @@ class Jitter(NamedTuple):
 
 class View(NamedTuple):
     """One view of every image of the batch, and what made it."""
-    images: list[Tensor]          # [b1 (B1, 3, S, S), b2 (B2, 3, h, w)], normalised; no empty part
+    images: list[Tensor]          # [b1 (B1, 3, S, S), b2 (B2, 3, h, w)] or one alone; normalised
     crop: Crop                    # rows: b1, then b2
     jitter: Jitter                # rows: b1, then b2
     geometry: Geometry | None     # of b2; None without b2
@@ -194,7 +194,7 @@ class Key(NamedTuple):
     """Asks the data set for an image's views."""
     epoch: int
     index: int       # of the image in the data set
-    partner: int     # index of the first image of its pair, places 2i and 2i + 1; only STL uses it
+    partner: int     # the first of its pair (places 2i, 2i + 1), maybe itself; only STL uses it
     in_b2: bool
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
@@ -213,7 +213,7 @@ def rng(*key: Any) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(*key))
 
 def seed_draws(*key: Any) -> None:
-    """Seed the global CPU generators: torch's, the only one torchvision takes, and Python's."""
+    """Seed the global CPU generators: Python's, and torch's, as torchvision takes no other."""
     random.seed(seed_of(*key))
     torch.default_generator.manual_seed(seed_of(*key))     # torch.manual_seed is slow
 
@@ -266,7 +266,7 @@ class Dataset(torch.utils.data.Dataset):
         draws = []
         for policy in self.policies:
             # Paper: 3.2. T_eq keeps the jitter of T but not its crop: g acts on whole images.
-            # Choice: whole images are first made square, S x S.
+            # Choice: `cut` makes whole images square first, S x S.
             crop = Crop() if key.in_b2 else sample_crop(image, policy.area)
             draws.append((crop, sample_jitter(policy)))
         return draws
@@ -281,8 +281,8 @@ class Dataset(torch.utils.data.Dataset):
                 break
             except Exception as error:     # decoders raise what they like
                 broken = broken or f"{item} ({error})"
-        draws = zip(self.policies, self.draw(key, image))
-        views = [(cut(image, crop, policy.size), crop, jitter) for policy, (crop, jitter) in draws]
+        views = [(cut(image, crop, policy.size), crop, jitter)
+                 for policy, (crop, jitter) in zip(self.policies, self.draw(key, image))]
         return views, broken
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -290,11 +290,11 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
-    c = torch.where(chroma == 0, 1, chroma)
+    c = torch.where(chroma == 0, 1, chroma)     # what divides: gray has hue 0
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
     hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
-    # Back to RGB: channel n is value - chroma * max(0, min(k, 4 - k, 1)), k = (n + hue) mod 6.
-    k = torch.cat([(n + hue + 6 * shift) % 6 for n in (5, 3, 1)], dim=1)     # red, green, blue
+    # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)), k = (i + hue) mod 6.
+    k = torch.cat([(i + hue + 6 * shift) % 6 for i in (5, 3, 1)], dim=1)     # red, green, blue
     return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `jitter`, and normalised."""
     x = x.clone()     # do not change the caller's tensor
     last = torch.tensor([4, 5, 6]).expand(len(x), 3)
-    order = torch.cat([jitter.order, last], dim=1)     # (B, 7), places in OPERATIONS
+    order = torch.cat([jitter.order, last], dim=1)     # (B, 7), numbers in OPERATIONS
     for place in range(7):
         for number, name in enumerate(OPERATIONS):
             value = getattr(jitter, name)
@@ -343,7 +343,7 @@ def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) 
     b1 = indices[:n_b1 * ranks]
     b2 = indices[n_b1 * ranks:]
     own = b1[rank * n_b1:(rank + 1) * n_b1] + b2[rank * n_b2:(rank + 1) * n_b2]
-    return [Key(epoch, index, own[i - i % 2], i >= n_b1) for i, index in enumerate(own)]
+    return [Key(epoch, index, own[i // 2 * 2], i >= n_b1) for i, index in enumerate(own)]
 
 def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int, rank: int = 0,
                ranks: int = 1) -> Batch:
@@ -362,7 +362,7 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
             # Every rank draws for the whole b2 of this step and view, and keeps its own rows: all
             # share the grid, and none repeats the draws of another.
             generator = rng(cfg.seed, "geometry", step, v)
-            drawn = sample_geometry(ranks * n_b2, pixels.shape[-1] // cfg.patch_size,
+            drawn = sample_geometry(ranks * n_b2, grid=pixels.shape[-1] // cfg.patch_size,
                                     elements=cfg.group, generator=generator)
             own = slice(rank * n_b2, (rank + 1) * n_b2)
             geometry = Geometry(drawn.flip[own], drawn.turns[own], drawn.grid)
@@ -373,17 +373,17 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
 # f1 is the blocks up to the layer of L_equiv, whose tokens are a map of the image; f2 is the rest.
-# By default [CLS] is inserted right between them; the ablations insert it elsewhere, and the map
-# leaves it out. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, and a
-# pass of its own would cost far more than 1% of the time.
+# By default [CLS] is inserted right between them; the ablations insert it elsewhere, and a map
+# never holds it. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, and
+# a pass of its own would cost far more than 1% of the time.
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
     return torch.cat([tokens.flatten(0, 1) for tokens in parts])
 
 def unpack(x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack` (parts are read for their shapes alone): (sum of B_i * N_i, C) -> (B_i, N_i, C)
-    of each part, for any width C."""
+    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) of each part, for any width C. Of parts
+    only the shapes are read."""
     sizes = [tokens.shape[:2] for tokens in parts]
     pieces = x.split([B * N for B, N in sizes])
     return [piece.view(B, N, -1) for piece, (B, N) in zip(pieces, sizes)]
@@ -431,7 +431,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of one part of a batch."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, the last ones too
+    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if it is in; no norm
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
@@ -459,16 +459,16 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
-        # three D x D matrices in one: a gain of sqrt(2) turns the bound of the whole, sqrt(6 /
-        # (4D)), into that of each, sqrt(6 / (2D)).
+        # three D x D matrices in one: a gain of sqrt(2) turns the bound of the whole,
+        # sqrt(6 / (4 D)), into that of each, sqrt(6 / (2 D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned codes, as the release and as Table 1 imply (42.9 M parameters; 42.8 M with
-        # fixed ones), resampled to the grids of b2. [CLS] has none.
+        # Choice: learned codes, as in the release and in Table 1 (42.9 M parameters; fixed codes
+        # would make it 42.8 M), resampled to the grids of b2. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         if position == "sincos":
             self.pos_embed.requires_grad_(False).copy_(sincos_codes(self.grid, dim))
@@ -483,8 +483,8 @@ class ViT(nn.Module):
         return (tokens + codes).flatten(2).mT
 
     def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
-        """Encode parts (B_i, 3, h_i, w_i) of any sizes in one pass. map_layers: the blocks whose
-        token maps and [CLS] are wanted; 0 is the embedding, in front of the first block."""
+        """Encode parts (B_i, 3, h_i, w_i) of any sizes in one pass. map_layers: the blocks to fill
+        Encoded.maps and .early for; 0 is the embedding, in front of the first block."""
         if isinstance(images, Tensor):
             raise TypeError("the encoder takes a list of image tensors: encoder([x])")
         encoded = [Encoded(None, {}, {}) for _ in images]     # cls follows at the end
@@ -494,7 +494,7 @@ class ViT(nn.Module):
                 tokens = self.blocks[layer - 1](tokens)
             if layer in map_layers:
                 for x, t, found in zip(images, tokens, encoded):
-                    if layer > self.cls_layer:
+                    if layer > self.cls_layer:     # then [CLS] is token 0
                         found.early[layer] = t[:, 0]
                         t = t[:, 1:]
                     rows = x.shape[-2] // self.patch_size
@@ -563,23 +563,23 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
         keys = torch.stack([z, z_prime], dim=1)                  # (B, 2, N, K)
-        first = 0                                                # index of this rank's first image
+        offset = 0                                               # index of this rank's first image
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                         # (R * B, 2, N, K)
-            first = B * torch.distributed.get_rank()
+            offset = B * torch.distributed.get_rank()
         n_images = len(keys)
         if n_images < 2:
             raise ValueError("negatives are tokens of other images, and there is only one image")
         keys = keys.flatten(0, 2)                                # 2N of each image, side by side
         anchors = z.flatten(0, 1) / temperature                  # (B * N, K)
         positive = (anchors * z_prime.flatten(0, 1)).sum(1)      # (B * N,), s(z_ij, z'_ij)
-        owner = torch.arange(first, first + B, device=z.device)
+        owner = torch.arange(offset, offset + B, device=z.device)
         owner = owner.repeat_interleave(N)                       # (B * N,), i of each anchor
 
         def loss_of(anchors, positive, owner, keys):     # the sum over a block of the anchors
             logits = (anchors @ keys.T).unflatten(1, (n_images, 2 * N))
             # own[a, m]: key image m is anchor a's own image i; its 2N tokens are no negatives. On
-            # the second of two ranks with two images each (first = 2), every row standing for N
+            # the second of two ranks with two images each (offset = 2), every row standing for N
             # anchors:
             #               m = 0 1 2 3
             #     i = 2         . . T .
@@ -601,7 +601,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 
 # ==== 5. Base method: MoCo-v3 (paper 4.1) =========================================================
 # SER does not ask what the invariance loss is. A base method is a module with
-#     base.encoder         the online ViT; SER runs it, once per step, on all image batches
+#     base.encoder         the online ViT; SER runs it, once per step, on the parts of all views
 #     base(views, cls)     L_inv; views: list[View], cls: the final [CLS] of each, (B, D)
 #     base.update(p)       called by `train` before every forward pass, at progress p in [0, 1)
 #     base.diagnostics     name -> scalar, what the last forward pass measured, for the log
@@ -623,8 +623,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Contrast each query, q (B, K), with the keys, k (B, K), of all images of all ranks; row i of
-    k is the key of row i of q. Returns 2T times the cross-entropy (MoCo-v3's factor;
-    2T ln(R B) at chance) and the share of the queries that are nearest to their own key."""
+    k is the key of row i of q. Returns 2 * temperature (MoCo-v3's factor) times the cross-entropy,
+    which is ln(R B) at chance, and the share of the queries that are nearest to their own key."""
     ranks, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -694,8 +694,8 @@ def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list
     return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
 
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv: the mean over `layers`, each of which has a
-    projector of its own, summed over pairs of views. Raises ValueError for a wrong layer."""
+    """The loss of a base method plus weight * L_equiv, which is summed over `pairs` and averaged
+    over `layers`, each with a projector of its own. Raises ValueError for a wrong layer."""
     pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views; 2 + 4 views have more (A.1)
 
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -707,7 +707,7 @@ class SER(nn.Module):
         self.temperature = temperature
         dim = base.encoder.dim
         depth = base.encoder.depth
-        self.heads = nn.ModuleDict()
+        self.heads = nn.ModuleDict()     # of L_equiv: layer -> projector
         for layer in layers:
             require(1 <= layer <= depth, f"--equiv-layers {layer}: must lie in 1..{depth}")
             # Paper: 3.3, two layers, GELU, 512. Choice: LayerNorm, no biases, as in the release.
@@ -723,7 +723,7 @@ class SER(nn.Module):
         # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
         # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 253 / 3 = 84
         # times one of b1, with 3 images of b2 among the 256 of a rank.
-        cls = [torch.cat([part.cls for part in view]) for view in encoded]
+        cls = [torch.cat([part.cls for part in parts]) for parts in encoded]
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
         if diagnose:     # 1: spread over the sphere, 0: collapsed to a point
@@ -737,7 +737,7 @@ class SER(nn.Module):
             project = self.heads[str(layer)]
             for first, second in self.pairs:
                 g = relative(views[second].geometry, views[first].geometry)
-                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1)
+                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1), fp32
                 h2 = encoded[second][-1].maps[layer].float()     # f1(x2), (B2, D, H2, W2)
                 aligned = rho(g, h1)                             # (B2, D, H2, W2)
                 # Paper: 3.3, align first, then project.
@@ -764,7 +764,7 @@ def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
 # ==== 7. Config: every setting with its unit, the paper's value and its source ====================
 # Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting.
 
-TINY = 1e-9
+TINY = 1e-9     # least, where 0 is too little
 INF = math.inf
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
              ratio=0.125, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0, base_lr=3e-3,
@@ -773,7 +773,7 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2,
 @dataclasses.dataclass(frozen=True)
 class Common:
     """The settings of every base method. A subclass adds `program`, its name in messages, and
-    `drawn`, the settings that replace the defaults without --data."""
+    `drawn`, the defaults without --data, where `draw_images` makes the images."""
     data: str = setting("", 0, 0, "folder of images, any depth, with or without train/")
     out: str = setting("runs/ser", 0, 0, "folder of the run; an existing run is continued")
     init: str = setting("", 0, 0, "checkpoint whose encoder the run begins with")
@@ -969,8 +969,8 @@ def setup() -> tuple[torch.device, int, int]:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif hasattr(ctypes.CDLL(None), "mallopt"):     # glibc: keep freed memory, for faster steps
-        for option, value in ((-4, 0), (-1, 2 ** 31 - 1)):     # M_MMAP_MAX, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, value)
+        ctypes.CDLL(None).mallopt(-4, 0)                # M_MMAP_MAX
+        ctypes.CDLL(None).mallopt(-1, 2 ** 31 - 1)      # M_TRIM_THRESHOLD
     if "RANK" in os.environ and not dist.is_initialized():
         # gloo beside NCCL: stop signals and shapes are exchanged without waiting for GPUs.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
@@ -1062,7 +1062,7 @@ def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
     picture.save(path)
 
 class Log:
-    """log.jsonl and the bar, both of rank 0, and what is counted for them between two records."""
+    """log.jsonl and the bar, both of rank 0, and counts for them: time waited, broken files."""
     def __init__(self, cfg: Common, model: SER, images: str, start: int, steps: int):
         self.batch = cfg.batch_size
         self.ranks, self.rank = ranks_and_rank()
@@ -1129,7 +1129,7 @@ class Log:
 
     def agree(self, signals: int, images: int) -> bool:
         """Whether any rank has got a signal; asked by CPUs, so that no GPU is waited for. Raises
-        UserError, on all ranks, when more than 1 in 1000 of the `images` cannot be read."""
+        UserError, on all ranks, once one found more than 1 in 1000 of the `images` broken."""
         found = torch.tensor([signals, len(self.broken)])
         if self.ranks > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -1164,12 +1164,12 @@ def gradient_norms(model: SER) -> dict[str, Tensor]:
 
 def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
     """The model on its device, ready to be trained there."""
-    if device.type == "cuda" and ranks > 1:     # there is no CPU version: ranks normalise their own
+    if device.type == "cuda" and ranks > 1:     # on CPUs there is none: each rank has its own mean
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
         for block in (module for module in model.modules() if isinstance(module, Block)):
             block.compile(dynamic=True)
-    # In bfloat16 a CPU's flash attention is slow backwards. The switch holds for CPUs, too.
+    # This switch holds for CPUs, too; their flash attention is slow backwards in bfloat16.
     torch.backends.cuda.enable_flash_sdp(device.type == "cuda" or not cfg.bf16)
     return model.to(device)
 
@@ -1190,7 +1190,7 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
     start = resume(path, identity, model, optimizer) if path.exists() else 0
     log = Log(cfg, model, identity["images"], start, steps)
-    # Without device_ids: they would move Geometry to the GPU. DDP raises for unused parameters.
+    # Without device_ids, which would move Geometry to the GPU. A parameter left unused is an error.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
     loader = load(cfg, source, batch_keys(len(source), cfg, start, steps, rank, ranks))
     try:
@@ -1239,7 +1239,8 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
     """Flags -> a settings class `kind`, a flag for each field, on top of kind.drawn without --data.
     Raises UserError. repeatable: flags that may be given several times (none here)."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    require("" not in argv, "an empty argument: an unset shell variable?")
+    require(all(word and word[-1] != "=" for word in argv),
+            "an empty argument: an unset shell variable?")
     parser = argparse.ArgumentParser(description=sys.modules[kind.__module__].__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      argument_default=argparse.SUPPRESS, allow_abbrev=False)
@@ -1250,10 +1251,10 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
         require(times < 2 or flag in repeatable, f"{flag} is given {times} times")
         values = field.default if isinstance(field.default, tuple) else (field.default,)
         how = dict(type=type(values[0]))
-        if values is field.default:
-            how |= dict(nargs="+", action="extend")
         if field.default is False:
             how = dict(action="store_true")
+        elif isinstance(field.default, tuple):
+            how |= dict(nargs="+", action="extend")
         text = f"{field.metadata['help']} [{' '.join(map(str, values))}]"
         parser.add_argument(flag, help=text, **how)
     given = vars(parser.parse_args(argv))
@@ -1269,7 +1270,7 @@ def guard(program: str, work: Callable[[], Any]) -> int:
     except SystemExit as stopped:
         return stopped.code
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":     # all ranks found it
+        if os.environ.get("LOCAL_RANK", "0") == "0":     # all ranks of a machine found it
             tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")

@@ -2595,6 +2595,7 @@ def test_a_number_out_of_range_is_named_with_its_flag(name, value, folder, tmp_p
     (["--epochs=1", "--epochs", "2"], "--epochs is given"),
     (["--group", "hflip", "--group", "scale"], "--group is given"),
     (["--out", ""], "empty argument"),
+    (["--data="], "empty argument"),
     (["--epoch", "1"], "--epoch"),
     (["--batch-size"], "--batch-size"),
     (["data"], "data")])
@@ -2603,6 +2604,14 @@ def test_a_command_that_does_not_parse_is_one_line(argv, words):
     with pytest.raises(UserError) as error:
         ser.parse(argv)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+@pytest.mark.parametrize("rank, local_rank, lines", [("0", "0", 1), ("1", "1", 0), ("8", "0", 1)])
+def test_a_mistake_is_told_once_on_every_machine(rank, local_rank, lines, monkeypatch, capsys):
+    """The data may be missing on the second machine alone, where no rank 0 would tell."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert ser.guard("ser.py", lambda: ser.require(False, "no such folder")) == 2
+    assert capsys.readouterr().err.count("no such folder") == lines
 
 def test_half_a_torchrun_is_one_line(folder, tmp_path, monkeypatch, capsys):
     """RANK without its companions, as in a stale shell."""

@@ -197,7 +197,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; see --help")
-    parser.add_argument("--data", default="", help="with train/CLASS/... and val/CLASS/...")
+    parser.add_argument("--data", help="with train/CLASS/... and val/CLASS/...")
     parser.add_argument("--out", default="runs/decoupling", help="of the runs [runs/decoupling]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="[0 1 2]")
     options, rest = parser.parse_known_args(argv)

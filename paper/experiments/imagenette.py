@@ -137,7 +137,6 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     require(not taken, f"{' '.join(taken)}: the arms or their seeds differ in it, leave it out")
     require("--save-every" not in given, "--save-every: encoders are kept by epochs")
     require(len(set(options.seeds)) == len(options.seeds), f"--seeds {options.seeds}: one is twice")
-    require(options.data != "", "--data is empty: an unset shell variable?")
     folder = Path(options.figure).parent
     require(folder.is_dir(), f"--figure {options.figure}: there is no such folder")
     require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")

@@ -122,7 +122,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config, Grid]
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, f"{message}; see --help")
-    parser.add_argument("--data", default="", help="with train/CLASS/... and val/CLASS/...")
+    parser.add_argument("--data", help="with train/CLASS/... and val/CLASS/...")
     parser.add_argument("--out", default="runs/layers", help="folder of the runs [runs/layers]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of all runs [0]")
     parser.add_argument("--panels", nargs="+", default=[], help="of the grid [all]")

@@ -69,10 +69,10 @@ def multiplies_bf16() -> bool:
         return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
     return False
 
-def base_settings(data: str, rest: Sequence[str], kind: type = Config) -> Any:
-    """The settings that all runs share: of a size for the images and this machine, but for what
-    the arguments `rest` set. Raises UserError."""
-    require("" not in rest, "an empty argument: an unset shell variable?")
+def base_settings(data: str | None, rest: Sequence[str], kind: type = Config) -> Any:
+    """The settings that all runs share: of a size for the images (None: drawn ones) and this
+    machine, but for what the arguments `rest` set. Raises UserError."""
+    require(data != "", "--data is empty: an unset shell variable?")
     size = DRAWN
     if data:
         size = GPU if torch.cuda.is_available() else CPU

@@ -352,7 +352,7 @@ def test_the_figure_joins_the_two_layers_of_each_seed(data, done):
     (["--equiv-layers", "6"], "--equiv-layers 6"),
     (["--batch-size", "8192"], "4096 images"),
     (["--batch-size", "7", "--ratio", ".5"], "STL needs pairs"),
-    (["--data", "/no/such"], "/no/such"),
+    (["--data", "/no/such"], "/no/such"), (["--data="], "--data"),
     (["--colour", "red"], "--colour")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(argv, words, tmp_path, capsys):
     pytest.importorskip("matplotlib")

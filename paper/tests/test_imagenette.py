@@ -98,7 +98,7 @@ def test_a_cpu_that_has_bf16_products_is_told_to_use_them_on_images(native, monk
     monkeypatch.setattr(runs, "multiplies_bf16", lambda: native)
     assert runs.base_settings("somewhere", []).bf16 == native
     assert runs.base_settings("somewhere", ["--bf16"]).bf16
-    assert not runs.base_settings("", []).bf16
+    assert not runs.base_settings(None, []).bf16
 
 @pytest.mark.parametrize("known, wanted", [("flags: avx2 avx512_bf16", True), ("flags: avx2", False)])
 def test_what_a_cpu_can_do_is_read_from_the_system(known, wanted, tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
     (["--seeds", "0", "0"], "twice"),
     (["--ratio", "0"], "--ratio 0"),
     (["--seed=3"], "--seed"),
-    (["--data", "/no/such"], "/no/such"),
+    (["--data", "/no/such"], "/no/such"), (["--data="], "--data"),
     (["--epochs", "nan"], "nan"),
     (["--batch-size", "8192"], "4096 images")])
 def test_a_mistake_is_one_line_and_exit_code_2_before_any_training(argv, words, tmp_path, capsys):
