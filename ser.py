@@ -1276,12 +1276,12 @@ def guard(program: str, work: Callable[[], Any]) -> int:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
         report = traceback.format_exc()
         path.write_text(report)
-        lost = isinstance(error, (ConnectionError, EOFError)) or "DataLoader" in report
-        advice = "a loader process failed, try fewer --workers, or 0: " if lost else ""
         text = f"{type(error).__name__}: {error}".strip()
-        text = text.splitlines()[-1] if lost else text     # a process sends its whole traceback
+        if isinstance(error, (ConnectionError, EOFError)) or "DataLoader" in report:
+            last = text.splitlines()[-1]     # a process sends its whole traceback
+            text = f"a loader process failed, try fewer --workers, or 0: {last}"
         text = " ".join(text.split())[:300]
-        tqdm.write(f"{program}: {advice}{text} (traceback: {path})", file=sys.stderr)
+        tqdm.write(f"{program}: {text} (traceback: {path})", file=sys.stderr)
     return 2
 
 def main(argv: Sequence[str] | None = None, kind: type = Config,
