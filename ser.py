@@ -146,10 +146,10 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader's processes decode an image once and cut its views; the device moves b2 and jitters
-# all images. Crop and jitter are drawn from (seed, epoch, image), geometry from
-# (seed, step, view), so that a resumed run goes on with the same draws. They travel with the view
-# that they made: SER reads the geometry alone, and methods in paper/methods learn from the others.
+# The loader's processes decode an image once and cut its views; the device moves b2 and jitters all
+# images. Crop and jitter are drawn from (seed, epoch, image), geometry from (seed, step, view), so
+# that a resumed run goes on with the same draws. They travel with the view that they made: SER
+# reads the geometry alone, and methods in paper/methods learn from the others.
 
 class Policy(NamedTuple):
     """What T draws one view from (flip, colour jitter and grayscale are alike for all views)."""
@@ -1270,7 +1270,8 @@ def guard(program: str, work: Callable[[], Any]) -> int:
     except SystemExit as stopped:
         return stopped.code
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":     # all ranks of a machine found it
+        rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+        if rank == "0":     # all ranks of a machine found it
             tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")

@@ -2605,11 +2605,14 @@ def test_a_command_that_does_not_parse_is_one_line(argv, words):
         ser.parse(argv)
     assert words in str(error.value) and "\n" not in str(error.value)
 
-@pytest.mark.parametrize("rank, local_rank, lines", [("0", "0", 1), ("1", "1", 0), ("8", "0", 1)])
+@pytest.mark.parametrize("rank, local_rank, lines", [
+    ("0", "0", 1), ("1", "1", 0), ("8", "0", 1), ("1", None, 0)])
 def test_a_mistake_is_told_once_on_every_machine(rank, local_rank, lines, monkeypatch, capsys):
     """The data may be missing on the second machine alone, where no rank 0 would tell."""
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert ser.guard("ser.py", lambda: ser.require(False, "no such folder")) == 2
     assert capsys.readouterr().err.count("no such folder") == lines
 

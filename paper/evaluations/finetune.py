@@ -37,7 +37,7 @@ from eval_linear import Crops, Split
 from paper.evaluations import training
 from paper.evaluations.output import check_out
 from paper.methods.dino import StochasticBlock
-from ser import INF, Key, ViT, normalise, require, rng, setting
+from ser import INF, Key, ViT, normalise, rng, setting
 
 PAPER = {     # top-1 and top-5, percent (nonlinear table, fine-tuning)
     "MoCo-v3": (73.83, 91.91),

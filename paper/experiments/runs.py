@@ -29,10 +29,9 @@ from ser import Common, Config, require
 ELEMENTS = ("rot90", "hflip", "scale")
 PLAIN = dict(ratio=0.0, cls_layer=0)     # MoCo-v3 itself
 
-# Of runs on images. An epoch of 9,469 images takes two minutes of a core with products of bfloat16.
-# Chosen on MoCo-v3 alone, five epochs: the blur of 224 pixels scaled to 64 (a head reads 46.0 %
-# instead of 43.9); twice the rate, or crops of at least .4, did no better. A GPU has time for
-# ViT-S, at its grid of 14 x 14, and for ser.py's 100 epochs; 16 of 256 images are in b2.
+# Of runs on images. An epoch of 9,469 takes 2 to 3 minutes of a core with products of bfloat16.
+# Chosen on MoCo-v3 alone (paper/README.md): the blur of 224 pixels scaled to 64. A GPU has time
+# for ViT-S, at its grid of 14 x 14, and for ser.py's 100 epochs; 16 of 256 images are in b2.
 CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, equiv_layers=(2,),
            batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, blur_max=0.57,
            epochs=20.0, warmup_epochs=1.0, workers=0, log_every=10)

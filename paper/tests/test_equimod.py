@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import eval_linear
-import ser
 from paper.methods import equimod
 from paper.tests.test_addon import drawn, settings, toy
 from ser import Crop, Jitter, Key, View

@@ -5,9 +5,7 @@
 import itertools
 import math
 
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ser

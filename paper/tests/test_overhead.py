@@ -220,6 +220,15 @@ def test_a_cpu_with_bf16_products_is_timed_with_them_too(native, monkeypatch, ca
     assert made == [(False, False)] * 3 + [(True, False)] * (3 if native else 0)
     assert [name.rpartition(" ")[2] for name in rows] == ["eager"] * 3 + ["bf16"] * (3 * native)
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_timed_step_multiplies_as_its_settings_say(bf16):
+    step = overhead.Step(ser.Config(**TOY, bf16=bf16))
+    products = set()
+    linear = step.model.base.encoder.blocks[0].attn.qkv
+    linear.register_forward_hook(lambda _, given, out: products.add(out.dtype))
+    step(0)
+    assert products == {torch.bfloat16 if bf16 else torch.float32}
+
 def test_a_ratio_is_our_time_over_the_others_and_the_loaders_how_much_faster_it_is(
         monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(timing, "in_turn", given_times)
