@@ -114,9 +114,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m. A mirror image turns the
     other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    Scaling needs no term: turning a resized map is resizing the turned one, so that rho can resize
-    last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1), exactly where nothing is scaled,
-    else up to resampling."""
+    Scaling needs no term: turning a resized map is resizing the turned one (H and W swapped for an
+    odd turn), so that rho can resize last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1),
+    exactly where nothing is scaled, else up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -194,7 +194,7 @@ class Key(NamedTuple):
     """Asks the data set for an image's views."""
     epoch: int
     index: int       # of the image in the data set
-    partner: int     # the first of its pair (places 2i, 2i + 1), maybe itself; only STL uses it
+    partner: int     # the image at the even place of its pair 2i, 2i + 1 of the rank's batch (STL)
     in_b2: bool
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
@@ -325,7 +325,7 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
     x = x.clone()     # do not change the caller's tensor
     last = torch.tensor([4, 5, 6]).expand(len(x), 3)
     order = torch.cat([jitter.order, last], dim=1)     # (B, 7), numbers in OPERATIONS
-    for place in range(7):
+    for place in range(7):     # each image's place-th operation, equal ones together
         for number, name in enumerate(OPERATIONS):
             value = getattr(jitter, name)
             drawn = value != getattr(Jitter(), name)     # who drew nothing has the default
@@ -348,7 +348,8 @@ def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) 
 def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int, rank: int = 0,
                ranks: int = 1) -> Batch:
     """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: for each
-    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU."""
+    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU.
+    cfg: the settings (section 7)."""
     n_b2 = cfg.b2_images(ranks)     # |b2| of this rank
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
@@ -431,7 +432,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of one part of a batch."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block, if it is in; no norm
+    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block where it is in, no norm
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
@@ -737,7 +738,8 @@ class SER(nn.Module):
             project = self.heads[str(layer)]
             for first, second in self.pairs:
                 g = relative(views[second].geometry, views[first].geometry)
-                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1), fp32
+                # In fp32, so that rho does not resample in bfloat16.
+                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1)
                 h2 = encoded[second][-1].maps[layer].float()     # f1(x2), (B2, D, H2, W2)
                 aligned = rho(g, h1)                             # (B2, D, H2, W2)
                 # Paper: 3.3, align first, then project.
@@ -764,7 +766,7 @@ def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
 # ==== 7. Config: every setting with its unit, the paper's value and its source ====================
 # Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting.
 
-TINY = 1e-9     # least, where 0 is too little
+TINY = 1e-9     # the least value of a setting that must be positive
 INF = math.inf
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
              ratio=0.125, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0, base_lr=3e-3,
@@ -959,9 +961,9 @@ def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
         yield partition(indices, epoch, cfg.b2_images(ranks), rank, ranks)
 
 # ==== 9. Training =================================================================================
-# Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl
-# every --log-every steps and whenever it saves; views.png once. No generator is saved, as every
-# draw has a seed of its own.
+# Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl at
+# the first step, every --log-every steps and whenever it saves; views.png once. No generator is
+# saved, as every draw has a seed of its own.
 
 def setup() -> tuple[torch.device, int, int]:
     """(device, rank, ranks): under torchrun a GPU, or a CPU process, per rank; else one process."""

@@ -1,6 +1,6 @@
 """The paper's ablations: where L_equiv acts and [CLS] enters, all layers, the group, r and lambda.
 
-    python -m paper.experiments.layers                           drawn images, 20 runs
+    python -m paper.experiments.layers                           drawn images, 21 runs
     python -m paper.experiments.layers --panels layer cls        the figure alone, 9 runs
     python -m paper.experiments.layers --data imagenette2-160 --seeds 0 1
 
@@ -61,7 +61,8 @@ def grid(base: Config) -> Grid:
               f"{base.ratio / 2:g}": dict(ratio=base.ratio / 2),
               f"{base.ratio:g}": {},
               f"{base.ratio * 2:g}": dict(ratio=base.ratio * 2)},
-        "lambda": {f"{weight:g}": dict(weight=weight) for weight in (0.0, 0.5, 1.0, 5.0, 10.0)}}
+        "lambda": {f"{weight:g}": dict(weight=weight)
+                   for weight in (0.0, 0.1, 0.5, 1.0, 5.0, 10.0)}}     # the paper's, and 0.1
 
 def run_name(base: Config, settings: dict[str, Any]) -> str:
     """The folder of a run, by what differs from `base`: equal runs of two panels are one."""

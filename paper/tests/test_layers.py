@@ -32,7 +32,7 @@ def test_the_grid_of_the_papers_size_is_the_papers():
     assert points["all"]["all layers"] == {"equiv_layers": tuple(range(1, 13))}
     assert list(points["r"]) == ["0 (MoCo-v3)", "0.005", "0.01", "0.02"]
     assert points["r"]["0 (MoCo-v3)"] == {"ratio": 0.0, "cls_layer": 0}
-    assert list(points["lambda"]) == ["0", "0.5", "1", "5", "10"]
+    assert list(points["lambda"]) == ["0", "0.1", "0.5", "1", "5", "10"]
     assert points["group"]["- rot90 - scale"] == {"group": ("hflip",)}
     assert {tuple(one.get("group", ())) for one in points["group"].values()} == {
         (), ("hflip", "scale"), ("scale",), ("hflip",)}
@@ -41,7 +41,7 @@ def test_no_run_is_done_twice_and_none_is_lost():
     """l = c = 3 is in both panels of the figure, and the base run in every panel."""
     assert len(figure_runs(PAPERS)) == 5 + 5 - 1
     found = layers.runs(PAPERS, layers.grid(PAPERS), Path("out"), [0, 1])
-    assert len(found) == 9 + 1 + 3 + 3 + 4
+    assert len(found) == 9 + 1 + 3 + 3 + 5
     for seed in (0, 1):
         configs = [json.dumps(vars(cfgs[seed]) | {"out": ""}) for cfgs in found.values()]
         assert len(set(configs)) == len(configs)
@@ -57,7 +57,7 @@ def test_all_runs_of_drawn_images_are_valid_settings(argv, depth):
     for cfgs in found.values():
         assert not runs.finished(cfgs[0], 100, "")     # checks the settings
     if depth == 6:
-        assert len(found) == 20 and len(figure_runs(base)) == 9     # as the header says
+        assert len(found) == 21 and len(figure_runs(base)) == 9     # as the header says
 
 def call(data, out, *more):
     """Exit code, stdout and the commands of the runs that were trained."""
