@@ -724,7 +724,9 @@ class SER(nn.Module):
         # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
         # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 253 / 3 = 84
         # times one of b1, with 3 images of b2 among the 256 of a rank.
-        cls = [torch.cat([part.cls for part in parts]) for parts in encoded]
+        cls = []
+        for parts in encoded:
+            cls.append(torch.cat([part.cls for part in parts]))
         inv = self.base(views, cls)
         losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
         if diagnose:     # 1: spread over the sphere, 0: collapsed to a point
