@@ -736,6 +736,7 @@ class SER(nn.Module):
 
         # L_equiv, on the token maps of b2, which is the last part of a view.
         equiv = 0.0
+        equiv_chance = 0.0
         for layer in self.layers:
             project = self.heads[str(layer)]
             for first, second in self.pairs:
@@ -748,10 +749,11 @@ class SER(nn.Module):
                 z = project(aligned.flatten(2).mT)               # (B2, N, K)
                 z_prime = project(h2.flatten(2).mT)              # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                if diagnose:     # later layers and pairs overwrite earlier ones
-                    others = len(z) * ranks_and_rank()[0] - 1
-                    losses["equiv_chance"] = math.log(1 + 2 * z.shape[1] * others)
-                    losses["patch_top1"] = retrieval(z, z_prime)
+                if diagnose:
+                    negatives = 2 * z.shape[1] * (len(z) * ranks_and_rank()[0] - 1)
+                    equiv_chance += math.log(1 + negatives) / len(self.layers)
+                    losses["equiv_chance"] = equiv_chance
+                    losses["patch_top1"] = retrieval(z, z_prime)     # of the last layer and pair
         # Paper: Eq. 3. L_equiv is computed with weight 0 too: the control differs in nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
 

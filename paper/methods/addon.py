@@ -3,8 +3,8 @@
 Each adds a loss of its own to an invariance method. So they are siblings of ser.SER: ser.train runs
 them, and their checkpoints, logs and evaluation are those of ser.py.
 
-    f_v   = LN([CLS] of view v after block l)     l = 12: the encoder's output, where their own
-                                                  papers, which have ResNets, have it
+    f_v   = LN([CLS] of view v after block l)     l = 12: the encoder's output, as in their own
+                                                  papers (with ResNets)
     L_inv = the base method's loss on the final [CLS] of views 1 and 2
     L_eq  = the method's own loss on f_1, f_2, ...
     loss  = L_inv + weight * L_eq
@@ -27,7 +27,8 @@ import ser
 from paper.methods import barlow_twins, dino
 from ser import INF, Batch, Encoded, Policy, View, ViT, info_nce, require, setting
 
-BASES = {     # name -> (its settings; encoder, settings -> base method, None: ser.build's MoCo-v3)
+# name -> (class of its settings, what makes it of (encoder, settings); None: ser.build's MoCo-v3)
+BASES = {
     "moco": (ser.Config, None),
     "dino": (dino.Settings, dino.DINO),
     "barlow": (barlow_twins.Settings, barlow_twins.BarlowTwins),
@@ -62,12 +63,13 @@ def settings_on(name: str, own: type) -> type:
     """The settings of an add-on on a base method: all fields; `own` ones replace the base's."""
     of_base = BASES[name][0]
     small = of_base.drawn | own.drawn
-    del small["equiv_layers"]     # SER's
+    del small["equiv_layers"]     # of `unused`: base_method refuses all but the default
 
     @dataclasses.dataclass(frozen=True)
     class Settings(own, of_base):
         base: str = setting(name, 0, 0, f"base method: {' '.join(BASES)}")
         drawn: ClassVar[dict[str, Any]] = small
+        # The fields that do not follow those of a base run (paper/experiments/decoupling.py).
         added: ClassVar[tuple[str, ...]] = tuple(field.name for field in dataclasses.fields(own))
 
     Settings.__doc__ = own.__doc__
@@ -77,6 +79,7 @@ def settings_on(name: str, own: type) -> type:
 def base_method(cfg: Any, method: Callable[[ViT, Any], nn.Module] | None = None) -> nn.Module:
     """The base method of cfg, or what `method` makes in its place. Raises UserError for a base that
     is none, for settings that only SER reads, and for a layer without [CLS]."""
+    # The second: settings made for another base, as those of moco with base="dino".
     require(cfg.base in BASES and isinstance(cfg, BASES[cfg.base][0]),
             f"--base {cfg.base}: choose among {' '.join(BASES)}")
     for field in dataclasses.fields(cfg):

@@ -21,7 +21,7 @@
 
 Its own paper has ResNets and, with MoCo-v2, f_2 from the momentum branch, without gradient. Here
 both features are online, as in its SimSiam version and in the release. The table's 43.7 M are with
-one head that the release does not train with; the two that it does make 44.2 M. The release's
+one head that the release does not train; the two heads that it trains make 44.2 M. The release's
 script has weight 0.5 at layer 12, tries 0.5, 0.3, 0.1 and 0.03 at layer 3, and 0.05 to 3 with
 turned views; which one gave 68.23 it does not say.
 """
@@ -49,7 +49,7 @@ class AugSelfSettings(addon.AddOnSettings):
     weight: float = setting(0.5, 0, INF, "of L_eq (release at layer 12, AugSelf: 0.5)")
     tasks: tuple[str, ...] = setting(("crop", "color"), 0, 0, f"what to predict: {' '.join(TASKS)}")
     saturation: float = setting(MOCO_SATURATION, TINY, 1,
-                                "the factor is up to so far from 1 (MoCo-v3: 0.2, release: 0.4)")
+                                "largest change of its factor (MoCo-v3: 0.2, release: 0.4)")
     mirror: str = setting("own", 0, 0, "whose flip mirrors a center: own, or first (official code)")
     program: ClassVar[str] = "-m paper.methods.augself"
 
@@ -123,8 +123,8 @@ class AugSelf(addon.AddOn):
         self.mirror = cfg.mirror
 
     def views(self, batch: Batch) -> list[View]:
-        # Choice: the base method, too, sees the turned views, as in the release, which then
-        # predicts nothing else. Here crop and color can be, too: those of the view before its turn.
+        # Choice: the base method, too, sees the turned views, as in the release, which then drops
+        # crop and color. Here they can be predicted beside the turns, as before the turn.
         if "rotation" in self.tasks:
             return [turn(view) for view in batch.views]
         return batch.views

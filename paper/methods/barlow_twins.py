@@ -40,7 +40,7 @@ class Settings(ser.Common):
     out: str = setting("runs/barlow", 0, 0, "folder of the run; a run that is there continues")
     # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script
     # has 1.
-    weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper: 0.5)")
+    weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper, MoCo-v3: 0.5)")
     temperature: float = setting(0.3, TINY, INF, "tau of L_equiv (paper: 0.3)")
     # Choice: AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS.
     base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
@@ -87,7 +87,8 @@ def cross_correlation(z1: Tensor, z2: Tensor) -> Tensor:
     return AllReduce.apply(c) if ranks > 1 else c
 
 def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
-    """Eq. 1: (K, K) -> the sum of (1 - C_ii)^2, and off_diagonal times that of C_ij^2, i != j."""
+    """K times Eq. 1: (K, K) -> the sum of (1 - C_ii)^2, and off_diagonal times that of C_ij^2,
+    i != j."""
     diagonal = c.diagonal()
     invariance = (1 - diagonal).square().sum()
     redundancy = c.square().sum() - diagonal.square().sum()
@@ -139,7 +140,7 @@ class BarlowTwins(nn.Module):
         rest = c.square().sum() - c.diagonal().square().sum()
         chance = 1 + 1 / images + self.cfg.off_diagonal * (features - 1) / images
         self.diagnostics["diagonal"] = c.diagonal().mean()
-        self.diagnostics["off_diagonal"] = (rest / others).sqrt()
+        self.diagnostics["off_diagonal_rms"] = (rest / others).sqrt()
         self.diagnostics["inv_chance"] = chance
 
 build = functools.partial(ser.build, method=BarlowTwins)

@@ -226,7 +226,8 @@ class DINO(nn.Module):
         move_towards(self.teacher_head, self.head, momentum)
         # Choice: tau_t rises with every step; in DINO with every epoch.
         epoch = progress * self.cfg.epochs
-        share = min(epoch / max(self.cfg.teacher_temp_rise, TINY), 1.0)     # of the rise
+        rise = self.cfg.teacher_temp_rise
+        share = min(epoch / rise, 1.0) if rise > 0 else 1.0
         first = self.cfg.first_teacher_temp
         self.tau_t = first + share * (self.cfg.teacher_temp - first)
         self.diagnostics |= {"momentum": momentum, "teacher_temp": self.tau_t}
@@ -265,8 +266,8 @@ class DINO(nn.Module):
     def diagnose(self, targets: Tensor) -> None:
         """Measure, for the log, how the teacher uses its outputs over all images, from the targets
         (2B, K) of both views. teacher_entropy is that of their mean: 0 if all images get the same
-        output, ln K if all outputs are used alike. The latter is wanted, unless inv too stays at
-        inv_chance, which is ln K: then each image by itself may get all outputs alike."""
+        output, ln K if all outputs are used alike. ln K is wanted, but not if inv too stays at its
+        inv_chance, ln K: then the targets of every single image may be uniform."""
         used = mean_over_ranks(targets.mean(dim=0))
         self.diagnostics["teacher_entropy"] = torch.special.entr(used).sum()
         self.diagnostics["inv_chance"] = math.log(self.cfg.outputs)

@@ -113,7 +113,7 @@ class EquiMod(addon.AddOn):
                           views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """InfoNCE between the views' embeddings and their predictions, the mean of the two ways."""
         # Choice: BatchNorm sees a view at a time, as in the release; officially all three at once,
-        # which leaves y0 its offset from y1 and y2.
+        # so that the mean of y0 may differ from that of y1 and y2.
         y1, y2, y0 = (self.heads["project"](f) for f in features)     # in the order of `policies`
         y = torch.cat([y1, y2])                                                         # (2B, 128)
         plain = torch.cat([y0, y0])

@@ -39,9 +39,8 @@ class Settings(ser.Config):
     out: str = setting("runs/multicrop", 0, 0, "folder of the run; a run that is there continues")
     local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, so 2 + 4 views)")
     local_size: int = setting(96, 2, INF, "side of a local view, pixels (paper: 96)")
-    # Choice: crops of 5% to 25% and blur with probability 0.5 are DINO's, as in the release; which
-    # leaves grayscale out of the local views, where the paper keeps all photometric operations
-    # (3.2).
+    # Choice: crops of 5% to 25% and blur with probability 0.5 are those of DINO's ViT-S, as in the
+    # release, which leaves grayscale out of local views; the paper keeps all operations (3.2).
     local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05)")
     local_crop_max: float = setting(0.25, TINY, 1, "largest area of a local crop (DINO: 0.25)")
     drawn: ClassVar[dict[str, Any]] = ser.Config.drawn | dict(

@@ -95,7 +95,7 @@ class STL(addon.AddOn):
 
     def equivariance_loss(self, features: list[Tensor],
                           views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """L_eq + trans_weight * L_tr. At chance, each finds its row among all of its kind."""
+        """L_eq + trans_weight * L_tr; at chance 4T (ln(2 R B) + trans_weight * ln(R B))."""
         f1, f2 = features
         read = self.heads["read"]
         embed = self.heads["embed"]

@@ -75,7 +75,7 @@ def test_the_log_tells_the_diagonal_from_the_rest_and_knows_chance():
     for seed in range(20):
         cls = [*torch.randn(2, 100, 64, generator=seeded(seed))]
         losses.append(base([], cls).item())
-        rest.append(base.diagnostics["off_diagonal"].item())
+        rest.append(base.diagnostics["off_diagonal_rms"].item())
     assert base.diagnostics["inv_chance"] == pytest.approx(sum(losses) / 20, rel=0.02)
     assert sum(rest) / 20 == pytest.approx(0.1, rel=0.02)
     base([], [cls[0], cls[0]])

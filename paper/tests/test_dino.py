@@ -243,6 +243,9 @@ def test_the_schedules_have_their_stated_end_points():
         assert base.tau_t == pytest.approx(tau_t) == base.diagnostics["teacher_temp"]
         if momentum is not None:
             assert base.diagnostics["momentum"] == pytest.approx(momentum)
+    base.cfg = dataclasses.replace(cfg, teacher_temp_epochs=0.0)     # no rise
+    base.update(0)
+    assert base.tau_t == 0.07
 
 def test_phases_that_a_run_is_too_short_for_take_a_tenth_of_it():
     """The rise of tau_t and the frozen last layer, as the warmup: at the end of a run that is not

@@ -60,6 +60,14 @@ def test_keys_come_from_the_global_views_alone():
     assert seen == [x.shape for view in batch.views[:2] for x in view.images]
     assert losses["inv_chance"] == pytest.approx(10 * 2 * 0.2 * math.log(8))
 
+def test_the_chance_of_l_equiv_is_that_of_its_three_pairs_and_the_mean_over_layers():
+    """Projectors that give 0 make all similarities equal, which is chance."""
+    cfg, model = toy(equiv_layers=(1, 2))
+    for head in model.heads.values():
+        torch.nn.init.zeros_(head[-1].weight)
+    losses = model(shared.toy_batch(cfg), diagnose=True)
+    close(losses["equiv"], torch.tensor(losses["equiv_chance"]))
+
 def test_l_inv_is_the_sum_of_infonce_over_the_ten_pairs():
     """A.1: each of six queries against the keys of the global views but its own. Six against the
     two would be twelve; inv_top1 is that of the global pair."""
