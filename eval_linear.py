@@ -1,15 +1,15 @@
 """What a checkpoint has learned: linear evaluation (paper 4.1), k-NN, and equivariance (paper A.2).
 
 The encoder is frozen. Can a linear layer tell the classes from the [CLS] of its last four blocks?
-Does the vote of the nearest training images, by the last [CLS]? Do its token maps move as the image
+Can a vote of the nearest training images, by the last [CLS]? Do its token maps move as the image
 moves?
 
     python eval_linear.py                                    runs/ser/last.pt on drawn images
     python eval_linear.py --data /imagenet --knn             k-NN alone: minutes
     python eval_linear.py --data /imagenet --cache           k-NN, and heads on one crop: minutes
     python eval_linear.py --data /imagenet --equivariance    after every block, beside untrained
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt \\
-        --test v2=/imagenet-v2 r=/imagenet-r                 the paper's protocol, two shifted sets
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --test v2=/imagenet-v2 r=/imagenet-r
+                                                             the paper's protocol, two shifted sets
 
     flags             heads are trained on               k-NN       equivariance
     none              random crops                       -          -
@@ -18,8 +18,8 @@ moves?
     --knn             -                                  yes        -
     --equivariance    -                                  -          after every block
 Flags add up; --knn and --equivariance leave out the heads unless --cache or --mlp asks for them.
-With k-NN, --equivariance also measures the untrained encoder's. Without --data, k-NN and the
-equivariance after the block behind which [CLS] enters are always measured.
+Without --data, k-NN and the equivariance after the block behind which [CLS] enters are always
+measured. Beside equivariance, k-NN is also that of the untrained encoder.
 
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., named as those
 classes, or numbered as ImageNet-V2 is. The result, the chosen head, and the state of an unfinished
@@ -61,6 +61,7 @@ class Settings:
     """All settings of an evaluation. Without --data, those of `drawn` replace the defaults."""
     data: str = setting("", 0, 0, "folder with train/CLASS and val/CLASS; none: drawn images")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run")
+    # ("",): no test set; ser.parse reads the type of the flag off the first default.
     test: tuple[str, ...] = setting(("",), 0, 0, "NAME=DIR ..., test sets to score; repeatable")
     knn: bool = setting(False, 0, 1, "k-NN; no heads, unless --cache or --mlp asks for them")
     cache: bool = setting(False, 0, 1, "heads on one centre crop of each image, and k-NN")
@@ -84,8 +85,8 @@ class Settings:
     def result(self) -> Path:
         """Where the result goes; every protocol has a file of its own."""
         name = "-".join(["eval", *(flag for flag in PROTOCOL if getattr(self, flag))])
-        beside = Path(self.checkpoint).with_name(name.replace("_", "-") + ".json")
-        return Path(self.out) if self.out else beside
+        default = Path(self.checkpoint).with_name(name.replace("_", "-") + ".json")
+        return Path(self.out) if self.out else default
 
     def beside(self, what: str) -> Path:
         """The file of the "head" or of the "state" of its training, beside the result."""
@@ -106,11 +107,12 @@ def check_out(cfg: Settings, digest: str) -> None:
     try:
         found = json.loads(path.read_text())
         there = found["settings"] | {"checkpoint": found["sha256"]}
+        there["test"] = tuple(there["test"])     # JSON has lists
     except (ValueError, OSError, KeyError, TypeError):
         raise UserError(f"--out {path} is there and is no result: choose another name") from None
     here = vars(cfg) | {"checkpoint": digest}     # known by its digest, not by its path
-    for tests in (here, there):
-        tests["test"] = [test for test in tests["test"] if test]
+    for asked in (here, there):
+        asked["data"] = asked["data"] and os.path.normpath(asked["data"])
     # What was asked, of what. How heads are trained (lr, epochs, ...) may change.
     for name in ("checkpoint", "data", "test", "select_split", "seed", *PROTOCOL):
         require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
@@ -135,7 +137,7 @@ def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[st
     place = {c: i for i, c in enumerate(classes or own)}
     numbers = {str(i): i for i in range(len(classes))}
     note = ""
-    if set(own) == set(numbers) != set(place):     # sorted as text, "10" would precede "2"
+    if set(own) == set(numbers) != set(place):     # numbers, where the classes have names
         place = numbers
         note = "folders 0, 1, ... are places in the sorted training classes, as in ImageNet-V2"
     strange = [c for c in own if c not in place]
@@ -184,19 +186,21 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     for test in filter(None, cfg.test):
         name, _, folder = test.partition("=")
         require(name != "" and folder != "", f"--test {test} must be NAME=DIR")
-        require(name not in (*splits, "held-out"), f"--test {test}: {name} is taken, rename it")
+        taken = (*splits, "held-out", "rate", "lr", "k")     # keys of the result
+        require(name not in taken, f"--test {test}: {name} is taken, rename it")
         _, found = labelled(f"--test {name}", folder, classes)
         splits[name] = found
         if len(found.among) < len(classes):     # as ImageNet-R, whose authors mask the others
-            every = f"{name}, of {len(classes)}"
-            note = f"{name}: scored among its {len(found.among)} classes, as its authors do; " + (
-                f"'{every}' is what the paper's numbers compare with, as far as one can tell")
-            splits[every] = found._replace(among=list(range(len(classes))), note=note)
+            title = f"{name}, of {len(classes)}"
+            note = (f"{name}: scored among its {len(found.among)} classes, as its authors do; "
+                    f"'{title}' is what the paper's numbers compare with, as far as one can tell")
+            splits[title] = found._replace(among=list(range(len(classes))), note=note)
     return classes, splits
 
 def centre_crop(image: Tensor, size: int) -> Tensor:
-    """(3, h, w) uint8 -> (3, size, size): the shorter side to size * 256 / 224, bicubic, then the
-    centre, both rounded as torchvision's Resize and CenterCrop do."""
+    """(3, h, w) uint8 -> (3, size, size): the shorter side to size * 256 / 224, then the centre,
+    both rounded as torchvision's Resize and CenterCrop do."""
+    # Choice: bicubic here and bilinear in training, as in DINO's eval_linear.
     h, w = image.shape[-2:]
     short = round(size * 256 / 224)
     height = short * h // min(h, w)
@@ -243,14 +247,16 @@ def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """The [CLS] after each of the last `blocks` blocks, of uint8 images (B, 3, S, S): (B, K) fp32
     on the encoder's device, K = blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device, non_blocking=True) / 255)
+    # Choice: bf16 on a GPU, as in training.
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
         return encoder.last_cls(x, blocks).float()
 
 @dataclasses.dataclass
 class Frozen:
-    """The features of all splits. The encoder is nearly all of the work, and the ranks share it:
-    each encodes a part of every batch, and then all have all features. What follows is done alike
-    everywhere, so that several ranks give what one gives, and no image counts twice."""
+    """The features of all splits, by the frozen encoder. It is nearly all of the work, and the
+    ranks share it: each encodes a part of every batch, and then all have all features. Heads and
+    k-NN run alike on every rank, so that several ranks give what one gives, and no image counts
+    twice."""
     encoder: ViT
     blocks: int                   # whose [CLS] are the features
     cfg: Settings
@@ -269,7 +275,7 @@ class Frozen:
         source = self.splits[name].source
         broken = self.broken[name]
         ranks, rank = ranks_and_rank()
-        batches, ahead = itertools.tee(keys)     # the loader is some batches ahead of the loop
+        batches, ahead = itertools.tee(keys)     # the loader runs some batches ahead of the loop
         # A rank that has no image in a short batch reads the first one, which is not used below.
         own = (batch[rank::ranks] or batch[:1] for batch in ahead)
         data = self.crops(self.splits[name], self.encoder.shape["image_size"], self.cfg.seed)
@@ -278,12 +284,12 @@ class Frozen:
             worker_init_fn=ser.leave_signals, pin_memory=torch.cuda.is_available()))
         try:
             for batch in batches:
-                images, found = next(loader)
+                images, own_labels = next(loader)
                 features = torch.zeros(len(batch), self.width, device=self.device)
                 labels = torch.zeros(len(batch), dtype=torch.int64, device=self.device)
                 part = len(labels[rank::ranks])
                 features[rank::ranks] = encode(self.encoder, images, self.blocks)[:part]
-                labels[rank::ranks] = found[:part].to(self.device, non_blocking=True)
+                labels[rank::ranks] = own_labels[:part].to(self.device, non_blocking=True)
                 if ranks > 1:     # a row is zero on all ranks but one: the sum is exact
                     dist.all_reduce(features)
                     dist.all_reduce(labels)
@@ -292,8 +298,9 @@ class Frozen:
                 unread = (labels < 0).nonzero().flatten().tolist()
                 broken.update(source[batch[row][1]] for row in unread)
                 n = len(source)
-                require(len(broken) <= max(3, n / 1000), f"{len(broken)} of the {n} images of "
-                        f"{name} cannot be read, as {min(broken, default='')}: repair or remove it")
+                if len(broken) > max(3, n / 1000):
+                    raise UserError(f"{len(broken)} of the {n} images of {name} cannot be read, as "
+                                    f"{min(broken)}: repair or remove it")
                 yield features, labels
         finally:     # its processes outlive an exception whose traceback holds the loader
             if hasattr(loader, "_shutdown_workers"):
@@ -337,7 +344,8 @@ class Heads(nn.Module):
         generator = rng(seed, "heads")
         for fan_in, fan_out in zip((width, *self.hidden), (*self.hidden, classes)):
             # Choice: N(0, .01) and biases 0, as the release; He's before a ReLU.
-            std = 0.01 if len(self.weights) == len(self.hidden) else math.sqrt(2 / fan_in)
+            last = len(self.weights) == len(self.hidden)
+            std = 0.01 if last else math.sqrt(2 / fan_in)
             first = std * torch.randn(fan_out, fan_in, generator=generator)
             self.weights.append(first.repeat(len(lrs), 1, 1))
             self.biases.append(torch.zeros(len(lrs), 1, fan_out))
@@ -519,8 +527,8 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     chance     of retrieval: 1 / (32 H W)
     centred    mean cos(rho_h f(x), f(rho_h x)) after subtracting each side's mean token; chance: 0
 
-    g may be the identity, as in the paper; h turns by 90, 180 and 270 degrees in turn, or flips.
-    The exception is "scale": g and h resize to the grid of g2, whatever g1 is.
+    g may be the identity, as in the paper; h is not: it turns by 90, 180 and 270 degrees in turn,
+    or flips. For "scale" h is g, and both resize to the grid of g2, whatever g1 is.
     """
     measures = ("score", "retrieval", "chance", "centred")
     sums = {layer: dict.fromkeys(measures, 0.0) for layer in layers}
@@ -564,7 +572,8 @@ def compare(encoders: dict[str, ViT], crops: Crops, layers: Sequence[int]) -> di
     read = [crops[None, place] for place in torch.linspace(0, n - 1, min(512, n)).long().tolist()]
     pixels = [image for image, label in read if label >= 0]
     require(len(pixels) > 0, f"none of {len(read)} images of val can be read: repair them")
-    images = ser.normalise(torch.stack(pixels).to(encoders["untrained"].cls_token.device) / 255)
+    device = next(iter(encoders.values())).cls_token.device
+    images = ser.normalise(torch.stack(pixels).to(device) / 255)
     rows = []
     for element in ("rot90", "hflip", "scale"):
         found = {name: equivariances(encoder, images, layers, element)
@@ -581,13 +590,31 @@ def untrained(seed: int, shape: dict[str, Any]) -> ViT:
     return ViT(**shape).eval()
 
 def frozen_encoder(cfg: Settings) -> tuple[ViT, int, str]:
-    """The encoder, the step of its checkpoint, and a digest that identifies it. With random_init it
-    has the random weights of the run's seed. Raises UserError for what is no checkpoint."""
-    state = ser.load_checkpoint(cfg.checkpoint)
-    digest = hashlib.sha256(Path(cfg.checkpoint).read_bytes()).hexdigest()[:16]
+    """The encoder, the step of its checkpoint, and a digest that identifies it, on all ranks. With
+    random_init it has the random weights of the run's seed. Raises UserError for what is no
+    checkpoint, and where a training has replaced it meanwhile."""
+    path = Path(cfg.checkpoint)
+    digests = [file_digest(path)]
+    state = ser.load_checkpoint(path)
     if cfg.random_init:
-        return untrained(state["config"]["seed"], state["shape"]), 0, digest + "-random-init"
-    return ser.load_encoder(cfg.checkpoint), state["step"], digest
+        encoder = untrained(state["config"]["seed"], state["shape"])
+    else:
+        encoder = ser.load_encoder(path)
+    digests.append(file_digest(path))
+    ranks, _ = ranks_and_rank()
+    found = [digests] * ranks
+    if ranks > 1:
+        dist.all_gather_object(found, digests)
+    require(all(one == [digests[0]] * 2 for one in found),
+            f"{path} was replaced while it was read: try again, or evaluate a copy")
+    if cfg.random_init:
+        return encoder, 0, digests[0] + "-random-init"
+    return encoder, state["step"], digests[0]
+
+def file_digest(path: Path) -> str:
+    """The beginning of the SHA-256 of a file; of nothing, where there is none."""
+    content = path.read_bytes() if path.is_file() else b""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
     """Write beside `path`, then rename: a kill leaves the old file or the new one, whole."""
@@ -606,11 +633,12 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     size = encoder.shape["image_size"]
     classes, splits = collect(cfg, size)
 
-    # The table at the top of the file; of a cache, or of drawn images, k-NN costs nothing.
+    # As the table at the top says. With a cache, or drawn images, k-NN costs next to nothing.
     trains = cfg.cache or cfg.mlp or not (cfg.knn or cfg.equivariance)
     votes = cfg.cache or cfg.knn or not cfg.data
-    heads = MLPHeads if cfg.mlp and heads is Heads else heads
-    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # after which it exists
+    heads = MLPHeads if cfg.mlp else heads
+    # The last blocks after which there is a [CLS]; k-NN reads the last alone.
+    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1
     protocol = f"{heads.name} heads on the [CLS] of the last {blocks} blocks, {cfg.epochs} epochs"
     if blocks < 4:     # the release reads a patch token in place of a [CLS] that is not there
         protocol += f" (of 4: [CLS] enters after block {encoder.cls_layer} of {encoder.depth})"
@@ -622,11 +650,9 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
         "data": cfg.data or "drawn images", "settings": vars(cfg), "classes": len(classes),
         "images": {name: len(split.labels) for name, split in splits.items()},
         "notes": [split.note for split in splits.values() if split.note],
-        "protocol": protocol if trains else "no heads trained", "chance": {}}
-    for name, split in splits.items():
-        if name != "train":
-            chance = 100 / len(split.among)
-            result["chance"][name] = {"top1": chance, "top5": min(100, 5 * chance)}
+        "protocol": protocol if trains else "no heads trained",
+        "chance": {name: {"top1": 100 / len(split.among), "top5": min(100, 500 / len(split.among))}
+                   for name, split in splits.items() if name != "train"}}
 
     frozen = Frozen(encoder.to(device), blocks, cfg, splits, crops)
     if trains:
@@ -634,7 +660,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
     if votes:
         result["knn"] = {"k": 20, **knn_splits(frozen)}
     if cfg.equivariance or not cfg.data:
-        encoders = {result["encoder"]: encoder}
+        encoders = {"untrained": encoder}     # so it is with random_init
         if not cfg.random_init:
             before, _, _ = frozen_encoder(dataclasses.replace(cfg, random_init=True))
             encoders = {"untrained": before.to(device), "trained": encoder}
@@ -646,7 +672,7 @@ def evaluate(cfg: Settings, collect: Callable = collect, heads: type[Heads] = He
                "ranks": ranks, "minutes": (time.perf_counter() - begun) / 60}
     if rank == 0:
         write_json(cfg.result, result)
-        if trains and not cfg.cache:     # which keeps no state, and leaves that of another
+        if trains and not cfg.cache:     # with --cache there is none, or an earlier run's
             cfg.beside("state").unlink(missing_ok=True)
     return result
 
@@ -679,19 +705,20 @@ def table(result: dict[str, Any]) -> str:
     found = {}
     notes = list(result["notes"])
     if "linear" in result:
-        rates, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
-        for rate in rates:
-            found[f"rate {rate['rate']:g}{'  (best)' if rate == best else ''}"] = rate
-        flattered = "val itself, which flatters it: --select-split 0.1 chooses on training images"
-        tried = [rate["rate"] for rate in rates]
+        rows, best, on = (result["linear"][key] for key in ("rates", "best", "chosen_on"))
+        for row in rows:
+            found[f"rate {row['rate']:g}{'  (best)' if row == best else ''}"] = row
+        where = "held-out images, which the heads did not learn from"
+        if on == "val":
+            where = "val itself, which flatters it: --select-split 0.1 chooses on training images"
+        tried = [row["rate"] for row in rows]
         if len(tried) > 1:
-            where = flattered if on == "val" else f"{on} images"
             notes.append(f"the best rate was chosen on {where}")
         if len(tried) > 1 and best["rate"] in (min(tried), max(tried)):
             notes.append("it lies at the end of the sweep: try rates beyond with --lr")
     titles = {"knn": "20-NN", "knn_untrained": "20-NN, untrained", "chance": "chance"}
     found |= {title: result[key] for key, title in titles.items() if key in result}
-    sets = list(result["chance"])
+    sets = list(result["chance"])     # what is scored
     rows = {"top-1 / top-5, %": sets}
     for title, row in found.items():     # k-NN has no top-5, and nothing on held-out images
         shares = [row.get(name, {}).values() for name in sets]
@@ -709,8 +736,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = evaluate(cfg)
         except KeyboardInterrupt:
             if ranks_and_rank()[1] == 0:
-                print("eval_linear.py: stopped; the same command continues a training of heads "
-                      "after its last whole epoch", file=sys.stderr)
+                print("eval_linear.py: stopped; the same command continues a training of heads, "
+                      "but for --cache, after its last whole epoch", file=sys.stderr)
             raise SystemExit(130) from None
         if ranks_and_rank()[1] > 0:
             return

@@ -3487,6 +3487,7 @@ def test_a_broken_image_teaches_nothing_counts_as_wrong_and_is_named_once(tmp_pa
     ("--select-split 1.5", "--select-split 1.5"), ("--test =x", "NAME=DIR"),
     ("--select-split 0.01", "--select-split 0.01"), ("--test nothing", "NAME=DIR"),
     ("--select-split 0.9", "--select-split 0.9"), ("--test val=TREE/val", "val is taken"),
+    ("--test rate=TREE/val", "rate is taken"),
     ("--test a=TREE/nowhere", "no such folder"), ("--data TREE/nowhere", "no such folder"),
     ("--test a=TREE/val --test a=TREE/val", "a is taken"),
     ("--test flat=TREE/val/class1", "no class folders")])
@@ -3561,7 +3562,7 @@ def test_a_result_of_something_else_is_not_overwritten(tree, checkpoint, tmp_pat
     """Another data set, test set, split, seed or checkpoint: refused before any work."""
     cfg = eval_settings(tree, checkpoint, cache=True)
     evaluate(cfg)
-    evaluate(dataclasses.replace(cfg, epochs=1, workers=1))     # the same question
+    evaluate(dataclasses.replace(cfg, epochs=1, workers=1, data=f"{tree}/"))     # the same question
     before = cfg.result.read_text()
     monkeypatch.setattr(eval_linear, "collect", None)
     for change in (dict(data=str(tmp_path)), dict(test=("v2=x",)), dict(select_split=0.1),
@@ -3572,10 +3573,27 @@ def test_a_result_of_something_else_is_not_overwritten(tree, checkpoint, tmp_pat
     torch.save(torch.load(checkpoint) | {"step": 8}, checkpoint)
     with pytest.raises(UserError, match="--out .*another checkpoint"):
         evaluate(cfg)
-    cfg.result.write_text("[1]")
-    with pytest.raises(UserError, match="is no result"):
-        evaluate(cfg)
+    for other in ("[1]", json.dumps({"settings": {"data": ""}, "sha256": "a"})):
+        cfg.result.write_text(other)
+        with pytest.raises(UserError, match="is no result"):
+            evaluate(cfg)
     cfg.result.write_text(before)
+
+def test_a_checkpoint_that_a_training_replaces_meanwhile_is_not_evaluated(checkpoint, monkeypatch):
+    """Its weights, its step and its digest could be of three epochs."""
+    load = ser.load_encoder
+
+    def replaced(path):
+        torch.save(torch.load(path) | {"step": 8}, path)
+        return load(path)
+    cfg = Settings(checkpoint=str(checkpoint))
+    before = eval_linear.frozen_encoder(cfg)
+    monkeypatch.setattr(ser, "load_encoder", replaced)
+    with pytest.raises(UserError, match="was replaced while it was read"):
+        eval_linear.frozen_encoder(cfg)
+    monkeypatch.setattr(ser, "load_encoder", load)
+    after = eval_linear.frozen_encoder(cfg)
+    assert after[1] == 8 and after[2] != before[2]
 
 class Dying(Crops):
     """Its loader processes die at the third image."""
