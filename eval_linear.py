@@ -79,7 +79,8 @@ class Settings:
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the evaluating process loads")
     out: str = setting("", 0, 0, "the result, a .json; none: eval[-FLAG].json by the checkpoint")
 
-    drawn: ClassVar[dict[str, Any]] = dict(epochs=5, batch_size=64, workers=0)   # two CPU cores
+    # For two CPU cores. After 5 epochs the heads could learn more: 75 % top-1 become 85 after 50.
+    drawn: ClassVar[dict[str, Any]] = dict(epochs=5, batch_size=64, workers=0)
 
     @property
     def result(self) -> Path:

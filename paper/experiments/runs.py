@@ -196,6 +196,8 @@ def evaluate(cfg: Common, random_init: bool = False,
         how = Settings(data=cfg.data, checkpoint=str(Path(cfg.out, "last.pt")), test=(), cache=True,
                        mlp=head == "MLP", equivariance=head == "linear", select_split=0.1,
                        workers=cfg.workers, random_init=random_init, out=str(out))
+        if not cfg.data:     # few images: in batches of 1024 an epoch would be a single step
+            how = dataclasses.replace(how, batch_size=eval_linear.Settings.drawn["batch_size"])
         asked = {name: value for name, value in vars(how).items()
                  if name not in ("checkpoint", "workers", "out")}
         result = once(out, asked, lambda: eval_linear.evaluate(how))

@@ -3,6 +3,7 @@
     python -m pytest -q paper/tests/test_layers.py
 """
 import contextlib
+import dataclasses
 import io
 import json
 import shlex
@@ -58,6 +59,19 @@ def test_all_runs_of_drawn_images_are_valid_settings(argv, depth):
         assert not runs.finished(cfgs[0], 100, "")     # checks the settings
     if depth == 6:
         assert len(found) == 21 and len(figure_runs(base)) == 9     # as the header says
+
+@pytest.mark.parametrize("data, batch", [("", 64), ("somewhere", 1024)])
+def test_heads_on_the_few_drawn_images_take_more_than_a_step_an_epoch(data, batch, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def once(path, question, measure):
+        raise Asked(question["batch_size"], question["epochs"])
+
+    monkeypatch.setattr(runs, "once", once)
+    with pytest.raises(Asked) as asked:
+        runs.evaluate(dataclasses.replace(PAPERS, data=data), heads=("linear",))
+    assert asked.value.args == (batch, 50)
 
 def call(data, out, *more):
     """Exit code, stdout and the commands of the runs that were trained."""
