@@ -2454,6 +2454,23 @@ def test_batch_norm_is_over_all_ranks_on_gpus(monkeypatch, tmp_path):
     assert not converted_on("cuda", 1, monkeypatch, tmp_path)
     assert not converted_on("cpu", 2, monkeypatch, tmp_path)
 
+def test_torchrun_trains_on_drawn_images(tmp_path):
+    """Two real ranks by the command of the header; one log, of one run."""
+    settings = TOY | dict(batch_size=64, ratio=1 / 16, epochs=3 / 64, out=tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(HERE / "ser.py"), *flags(**settings)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    setting, *rest = records(tmp_path)
+    assert (setting["ranks"], setting["b2"], setting["steps"]) == (2, 4, 3)
+    assert str(setting["images"]).startswith("4096")
+    assert [record["step"] for record in rest] == [1, 2, 3]
+    assert rest[0]["inv_chance"] == pytest.approx(4 * 0.2 * math.log(64))
+    assert {"loss", "inv", "equiv", "patch_top1", "grad_equiv", "lr", "momentum"} <= set(rest[0])
+    assert ser.load_checkpoint(tmp_path / "last.pt")["step"] == 3
+    assert done.stdout.count("eval_linear.py --checkpoint") == 1
+
 ELASTIC = TOY | dict(epochs=2.0, save_every=2)     # ten steps
 DYING = """
 import os, signal, ser
@@ -3560,8 +3577,9 @@ def test_a_result_of_something_else_is_not_overwritten(tree, checkpoint, tmp_pat
     torch.save(torch.load(checkpoint) | {"step": 8}, checkpoint)
     with pytest.raises(UserError, match="--out .*another checkpoint"):
         evaluate(cfg)
-    for other in ("[1]", json.dumps({"settings": {"data": ""}, "sha256": "a"})):
-        cfg.result.write_text(other)
+    for other in ([1], {"settings": {"data": ""}, "sha256": "a"},
+                  {"settings": {"test": []}, "sha256": "a"}):
+        cfg.result.write_text(json.dumps(other))
         with pytest.raises(UserError, match="is no result"):
             evaluate(cfg)
     cfg.result.write_text(before)

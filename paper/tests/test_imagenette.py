@@ -125,7 +125,6 @@ def test_a_second_call_trains_and_measures_nothing_and_prints_the_same(data, don
 
 def test_a_stopped_arm_continues_to_the_same_weights(data, done, tmp_path, monkeypatch):
     real = ser.train
-    how = dict(seeds=["0"], without=imagenette.OPTIONAL)     # of the measurements, the least
 
     def stopped(cfg, build, stop):
         if cfg.out.endswith("control-0"):
@@ -136,13 +135,13 @@ def test_a_stopped_arm_continues_to_the_same_weights(data, done, tmp_path, monke
     handlers = [signal.getsignal(number) for number in numbers]
     with monkeypatch.context() as patch:
         patch.setattr(ser, "train", stopped)
-        code, printed, said = call(data, tmp_path, **how)
+        code, printed, said = call(data, tmp_path, seeds=["0"])
     assert (code, printed) == (143, "") and "stopped; the same command continues" in said[-1]
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert checkpoint(tmp_path, "control-0")["step"] == 1 and not (tmp_path / "ser-0").exists()
     moco = stamps(tmp_path, "moco-0")
-    code, printed, _ = call(data, tmp_path, **how)
-    assert code == 0 and "±" not in printed and "20-NN" in printed
+    code, printed, _ = call(data, tmp_path, seeds=["0"])
+    assert code == 0 and "±" not in printed and printed.count("\n") > 10
     for run in RUNS[:3]:
         assert same_weights(checkpoint(tmp_path, run), checkpoint(done[0], run))
     assert stamps(tmp_path, "moco-0") == moco
