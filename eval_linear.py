@@ -79,8 +79,8 @@ class Settings:
     workers: int = setting(8, 0, INF, "loader processes per rank; 0: the evaluating process loads")
     out: str = setting("", 0, 0, "the result, a .json; none: eval[-FLAG].json by the checkpoint")
 
-    # For two CPU cores. Heads learn on after 5 epochs: on README's run, 75.5 % become 85.5 with
-    # `python eval_linear.py --epochs 50`.
+    # For two CPU cores. Heads learn on after 5 epochs: on what `python ser.py` trains, 75.5 %
+    # become 85.5 with `python eval_linear.py --epochs 50`.
     drawn: ClassVar[dict[str, Any]] = dict(epochs=5, batch_size=64, workers=0)
 
     @property

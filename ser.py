@@ -12,9 +12,9 @@ intermediate layer, where the patch tokens still form a map of the image:
                    x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
     loss           L_inv + lambda * L_equiv
 
-    python ser.py                                          a small ViT on drawn images, 2 CPU cores
-    python ser.py --data /imagenet --batch-size 256        one GPU, or a CPU, or a Mac
-    torchrun --nproc_per_node=8 ser.py --data /imagenet    the paper's main setting
+    python ser.py                                                   a small ViT on drawn images
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU, or a CPU, or a Mac
+    torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
 
 1 Group (paper 3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance loss (3.3), 5 Base method (4.1),
 6 SER (Algorithm 1), 7 Config (4.1), 8 Data, 9 Training, 10 Command line. `# Paper:` marks what the

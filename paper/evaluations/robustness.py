@@ -166,6 +166,10 @@ def scored(found: dict[str, Any], folder: Path) -> bool:
     files = sum(len(names) for _, _, names in os.walk(folder))
     return files == found["files"]
 
+def head_digest(head: eval_linear.Head) -> str:
+    """What tells a head from others."""
+    return hashlib.sha256(head.weight.numpy().tobytes()).hexdigest()[:16]
+
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Score the sets that are there and not yet in the result; returns what rank 0 writes. Raises
     UserError, on all ranks."""
@@ -178,9 +182,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     encoder = encoder.to(device)
     check_out(cfg.result, ".json", cfg.program)
     head = eval_linear.load_head(cfg.head or cfg.probe.beside("head"), digest)
-    head_digest = hashlib.sha256(head.weight.numpy().tobytes()).hexdigest()[:16]
+    identity = {"sha256": digest, "head": head_digest(head), "difficulty": cfg.difficulty}
     head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
-    identity = {"sha256": digest, "head": head_digest, "difficulty": cfg.difficulty}
     done = finished_sets(cfg.result, identity)
     result = {"program": cfg.program, "checkpoint": cfg.checkpoint, "step": step, **identity,
               "classes": len(head.classes), "sets": done}

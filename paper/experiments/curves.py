@@ -4,7 +4,7 @@
     python -m paper.experiments.curves runs/moco runs/ser --out curves.png
 
 A RUN is the folder of a run, or its log.jsonl. One colour a run; chance is dotted. Losses have to
-fall below their chance and retrieval has to rise above 1 / tokens of b2, which is not drawn;
+fall below their chance and retrieval has to rise above 1 / tokens of b2 (this one is not drawn);
 `spread` must not fall to 0, where all images have one embedding. `waiting` is the share of the time
 in which training waits for images. The picture is written to --out, whose path is printed.
 """
@@ -29,9 +29,10 @@ PANELS = (("L_inv", "inv", "inv_chance"), ("L_equiv", "equiv", "equiv_chance"),
           ("images/s", "images_per_s", ""), ("waiting for images, share", "waiting", ""))
 
 def records(run: str | Path) -> dict[int, dict[str, Any]]:
-    """Step -> record of a run's log, in order. A resumed run does some steps again, and their last
-    record counts; lines that a killed run left half-written are skipped. Raises UserError for a log
-    that is missing or without records."""
+    """Step -> record of a run's log, in order. A run that was killed or begun anew goes on from the
+    `start` of its next settings, so that what was logged of later steps before does not count;
+    lines left half-written are skipped. Raises UserError for a log that is missing or without
+    records."""
     path = Path(run)
     if path.is_dir():
         path = path / "log.jsonl"
@@ -46,7 +47,11 @@ def records(run: str | Path) -> dict[int, dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and type(record.get("step")) is int:     # others hold settings
+        if not isinstance(record, dict):
+            continue
+        if type(record.get("start")) is int:     # settings; others are of a step
+            found = {step: old for step, old in found.items() if step <= record["start"]}
+        elif type(record.get("step")) is int:
             found[record["step"]] = record
     require(len(found) > 0, f"{path} holds no record of a step: is it the log of ser.py?")
     return dict(sorted(found.items()))

@@ -4,19 +4,24 @@
     python -m paper.experiments.imagenette --data DIR --seeds 0 --without corruptions
 
 DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of 20 epochs at 64 pixels: hours
-on a CPU; on a GPU ViT-S for 100 epochs (runs.py). Flags of ser.py go to every arm alike. The arms
-of a seed have the same budget and the same images in the same order and differ in ARMS alone
-(control: lambda = 0).
+on a CPU; on a GPU ViT-S for 100 epochs (runs.py). The arms of a seed have the same budget, the same
+images in the same order and the same flags of ser.py, and differ in ARMS alone (control: lambda 0).
 
-It prints a table, a row per measure, mean ± std over seeds and paired differences, beside SER's
-encoder before training: linear and MLP heads (their rate chosen on held-out training images) and
-20-NN, on features of centre crops; how well turns and flips can be told from frozen tokens; top-1
-on made corruptions of ten val images a class; after blocks, retrieval and the score of Table 4;
-below it SER's gradient norms, images, steps, minutes. All numbers go to imagenette.json in --out,
-learning curves, 20-NN after about ten of the epochs (of 2,000 and 1,000 images), retrieval and
-corruptions to one PNG. After SIGTERM or Ctrl-C the same command continues. To train seeds side by
-side, call it with --seeds 0 and with --seeds 1 and the same --out; a last call with both trains
-nothing.
+It prints a table, mean ± std over seeds and paired differences, beside SER's encoder before
+training:
+
+    linear, MLP, 20-NN   on features of centre crops; the heads' rate chosen on held-out training
+                         images
+    corrupted            top-1 of the linear head on made corruptions of the first ten val images of
+                         a class: made at 224 pixels, then reduced, so that noise is milder
+    told from a pair     how well turns and flips can be told from frozen tokens
+    retrieval, score     after SER's block and the last: eval_linear.py's, and that of Table 4
+
+and below it SER's gradient norms, images, steps, minutes of all runs added up. All numbers go to
+imagenette-SEEDS.json in --out; learning curves, 20-NN after about ten of the epochs (of 2,000 and
+1,000 images), retrieval and corruptions to a PNG of that name. After SIGTERM or Ctrl-C the same
+command continues. To train seeds side by side, call it with --seeds 0 and with --seeds 1 and the
+same --out; a last call with both trains nothing.
 """
 from __future__ import annotations
 
@@ -49,8 +54,8 @@ OPTIONAL = ("mlp", "curve", "moved", "corruptions")
 # ==== Measurements ================================================================================
 def measure(cfg: Config, without: Sequence[str], corrupted: Callable[[], Path],
             random_init: bool = False) -> dict[str, float]:
-    """All that is measured on a finished run, by name, or on the encoder that it began with.
-    corrupted: makes the corruptions, and returns their folder."""
+    """The rows of a finished run, by name, or of the encoder that it began with. corrupted: makes
+    the corruptions, and returns their folder."""
     heads = ("linear",) if "mlp" in without else ("linear", "MLP")
     found = evaluate(cfg, random_init, heads)
     if "moved" not in without:
@@ -78,7 +83,7 @@ def plot_seeds(axes: Any, column: str, curves: list[dict[int, float]]) -> None:
     """A thin line for each seed, and a thick one for their mean."""
     for curve in curves:
         axes.plot(list(curve), list(curve.values()), color=COLORS[column], linewidth=0.5, alpha=0.5)
-    common = sorted(set.intersection(*map(set, curves)))     # a resumed run has a record more
+    common = sorted(set.intersection(*map(set, curves)))     # resumed runs have further records
     means = [mean(curve[x] for curve in curves) for x in common]
     axes.plot(common, means, color=COLORS[column], label=column)
 
@@ -128,24 +133,25 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--data", required=True, help="with train/CLASS/... and val/CLASS/...")
     parser.add_argument("--out", default="runs/imagenette", help="of the runs [runs/imagenette]")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="[0 1 2]")
-    parser.add_argument("--figure", default="", help="the PNG; none: imagenette.png in --out")
+    parser.add_argument("--figure", default="", help="the PNG; none: in --out")
     parser.add_argument("--without", nargs="+", default=[], choices=OPTIONAL,
                         help=f"measurements to leave out: {' '.join(OPTIONAL)}")
     options, rest = parser.parse_known_args(argv)
     given = {argument.partition("=")[0] for argument in rest}
-    taken = {"--seed", "--weight"} & given
-    require(not taken, f"{' '.join(taken)}: the arms or their seeds differ in it, leave it out")
-    require("--save-every" not in given, "--save-every: encoders are kept by epochs")
+    require("--seed" not in given, "--seed: say --seeds")
+    require("--save-every" not in given, "--save-every: leave it out, encoders are kept by epochs")
     require(len(set(options.seeds)) == len(options.seeds), f"--seeds {options.seeds}: one is twice")
     folder = Path(options.figure).parent
     require(folder.is_dir(), f"--figure {options.figure}: there is no such folder")
-    require("RANK" not in os.environ, "one process: with torchrun, run the commands that it prints")
+    require("RANK" not in os.environ, "one process: with torchrun, run the commands that it "
+            "prints, and then this alone, --without curve")
     require("corruptions" in options.without or importlib.util.find_spec("imagecorruptions"),
             "made corruptions need imagecorruptions-imaug: pip install -r paper/requirements.txt, "
             "or --without corruptions")
     cfg = base_settings(options.data, rest, measures.Kept)
     require(cfg.epochs % 1 == 0 or "curve" in options.without,
             f"--epochs {cfg.epochs}: whole ones, or --without curve")
+    require(cfg.weight > 0, f"--weight {cfg.weight}: lambda of SER, more than the control's 0")
     return options, cfg
 
 def run(options: argparse.Namespace, cfg: Config) -> str:
@@ -160,22 +166,22 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
                      for seed in options.seeds]
 
     @functools.cache
-    def corrupted() -> Path:
+    def corrupted_images() -> Path:
         folder = out / "corrupted"     # images that are there stay
         corruptions.make(str(folder), cfg.data, measures.CORRUPTED, 0, cfg.workers)
         return folder
 
-    by_arm: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-
     def measured(one: Config) -> dict[str, float]:
         if "curve" not in options.without:
-            by_arm[Path(one.out).name.split("-")[0]].append(measures.neighbours(one))
-        return measure(one, options.without, corrupted)
+            measures.neighbours(one)     # a missing encoder shows now, not after all runs
+        return measure(one, options.without, corrupted_images)
 
     found = complete(runs, total, ser.digest(paths), measured)
-    found["untrained"] = [measure(one, options.without, corrupted, random_init=True)
+    found["untrained"] = [measure(one, options.without, corrupted_images, random_init=True)
                           for one in runs["ser"]]
-    curves = {} if "curve" in options.without else by_arm
+    curves: dict[str, list[dict[str, float]]] = {}
+    if "curve" not in options.without:
+        curves = {arm: [measures.neighbours(one) for one in cfgs] for arm, cfgs in runs.items()}
     terms = [measures.gradient_terms(one, paths) for one in runs["ser"]]
 
     rows = compare(found)
@@ -194,14 +200,15 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
                     f"{inv:.3g}, lambda L_equiv {equiv:.3g} ({equiv / inv:.2g} of it), cosine "
                     f"between them {cosine:.2g}.")
     classes = len(eval_linear.collect(eval_linear.Settings(data=cfg.data, test=()), 0)[0])
-    command = shlex.join(flags(dataclasses.replace(cfg, data="")))
+    settings = shlex.join(flags(dataclasses.replace(cfg, data="")))
     text.append(f"{sentence}; chance: accuracy {100 / classes:.3g} %, retrieval "
-                f"{retrieval_chance(cfg):.2g}; {command}")
-    eval_linear.write_json(out / "imagenette.json", {
-        **spent, "arms": ARMS, "settings": vars(cfg), "rows": rows, "curves": curves,
+                f"{retrieval_chance(cfg):.2g}; {settings}")
+    stem = "-".join(map(str, ["imagenette", *options.seeds]))
+    eval_linear.write_json(out / f"{stem}.json", {
+        **spent, "arms": ARMS, "settings": settings, "rows": rows, "curves": curves,
         "gradients": terms, "text": text})
     draw(figure, runs, rows, curves)
-    write_png(figure, Path(options.figure or out / "imagenette.png"))
+    write_png(figure, Path(options.figure or out / f"{stem}.png"))
     return "\n".join(text)
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,14 +12,17 @@ The paper, ViT-S, 100 epochs of ImageNet, top-1 (Table 4, and the tables of its 
     r           0 / .005 / .01 / .02: 68.44 / 69.08 / 69.28 / 68.30
     lambda      0 / .5 / 1 / 5 / 10: 68.82 / 69.28 / 68.92 / 68.73 / 68.67
 The figure's values are in its picture alone (left top-1, right top-5). In the release one setting
-ties the layer to [CLS], and the last layer crashes.
+is the layer and the place of [CLS] in one, and the last layer crashes.
 
-Flags of ser.py go to all runs alike. It prints a table, a row for each run: linear heads and 20-NN
-on features of centre crops, and the scores of Table 4 with retrieval after the last block. All
-numbers go to layers-PANELS-SEEDS.json in --out, the two panels of the paper's figure to a PNG of
-that name. Runs that are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
+Flags of ser.py go to all runs alike. It prints a table, a row for each point of a panel (the base
+run is one of each): linear heads and 20-NN on features of centre crops, also less the base run's of
+the same seed; the scores of Table 4, and retrieval, after the last block. The table goes to
+layers-PANELS-SEEDS.json in --out, the two panels of the paper's figure to a PNG of that name. Runs
+that are there are skipped, and after SIGTERM or Ctrl-C the same command continues.
+
 A linear head reads [CLS] after the last four blocks that have one, after fewer where it enters
-late: part of a fall of accuracy there is the head's.
+late, and after four again where [CLS] is there from the start, as in the last point of panel
+`layer`: part of a fall, or rise, of accuracy is the head's. 20-NN reads the last [CLS] in all runs.
 """
 from __future__ import annotations
 
@@ -44,14 +47,15 @@ Grid = dict[str, dict[str, dict[str, Any]]]     # panel -> point -> settings
 def grid(base: Config) -> Grid:
     """What every panel varies of `base`, whose run is a point of each panel."""
     depth = base.depth
-    places = {max(1, round(share * depth / 12)) for share in (1, 3, 6, 9, 12)}
-    places = sorted(places | {max(base.equiv_layers)})
     own = base.equiv_layers
+    scaled = {max(1, round(place * depth / 12)) for place in (1, 3, 6, 9, 12)}     # the paper's
+    places = sorted(scaled | {max(own)})
     return {
         # [CLS] enters after the layer of L_equiv. After the last block it could not: there it is a
         # plain ViT's.
-        "layer": {str(l): dict(equiv_layers=(l,), cls_layer=l % depth) for l in places},
-        "cls": {str(c): dict(equiv_layers=own, cls_layer=c) for c in (0, *places[:-1])},
+        "layer": {str(l): dict(equiv_layers=(l,), cls_layer=0 if l == depth else l)
+                  for l in places},
+        "cls": {str(c): dict(equiv_layers=own, cls_layer=c) for c in (0, *places) if c < depth},
         "all": {"one layer": {}, "all layers": dict(equiv_layers=tuple(range(1, depth + 1)))},
         "group": {"full": {},
                   "- rot90": dict(group=("hflip", "scale")),
@@ -84,35 +88,43 @@ def runs(base: Config, points: Grid, out: Path, seeds: Sequence[int]) -> dict[st
     return found
 
 # ==== Report ======================================================================================
-def summary(measured: list[dict[str, float]], depth: int) -> dict[str, dict[str, Any]]:
-    """Of one run, for each seed what evaluate found: the columns of the table."""
-    names = {"linear, top-1 %": "linear, top-1 %", "20-NN, top-1 %": "20-NN, top-1 %"}
+def summary(measured: list[dict[str, float]], of_base: list[dict[str, float]],
+            depth: int) -> dict[str, dict[str, Any]]:
+    """The row of a run. measured, of_base: what `evaluate` found of it and of the base run, for
+    each seed."""
+    found = {}
+    for head in ("linear", "20-NN"):
+        name = f"{head}, top-1 %"
+        pairs = zip(measured, of_base)
+        found[name] = over_seeds([one[name] for one in measured])
+        found[f"{head} - base %"] = over_seeds([one[name] - base[name] for one, base in pairs])
     for measure in ("score", "retrieval"):
         for element in ELEMENTS:
-            names[f"{element} {measure}"] = f"{element}: {measure}, block {depth}"
-    found = {}
-    for title, name in names.items():
-        found[title] = over_seeds([one[name] for one in measured])
+            name = f"{element}: {measure}, block {depth}"
+            found[f"{element} {measure}"] = over_seeds([one[name] for one in measured])
     return found
 
 def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
     """Left, by the layer of L_equiv; right, by the layer after which [CLS] enters. Thin lines are
     seeds; on the axis to the right, dotted, the score of Table 4 after the last block."""
+    colors = {"linear, top-1 %": "tab:green", "20-NN, top-1 %": "tab:blue"}
     panels = [panel for panel in ("layer", "cls") if panel in points]
     titles = {"layer": "L_equiv and [CLS] at layer (at the last: [CLS] at 0)",
               "cls": "[CLS] enters after block"}
     for axes, panel in zip(figure.subplots(1, max(1, len(panels)), squeeze=False)[0], panels):
         places = [int(point) for point in points[panel]]
         found = [rows[run_name(base, settings)] for settings in points[panel].values()]
-        accuracy = [row["linear, top-1 %"] for row in found]
-        for values in zip(*(one["values"] for one in accuracy)):
-            axes.plot(places, values, color="tab:green", linewidth=0.5, alpha=0.5)
-        axes.plot(places, [one["mean"] for one in accuracy], "o-", color="tab:green")
-        axes.set(xlabel=titles[panel], ylabel="linear, top-1 %", xticks=places)
+        for name, color in colors.items():
+            accuracy = [row[name] for row in found]
+            for values in zip(*(one["values"] for one in accuracy)):
+                axes.plot(places, values, color=color, linewidth=0.5, alpha=0.5)
+            axes.plot(places, [one["mean"] for one in accuracy], "o-", color=color, label=name)
+        axes.set(xlabel=titles[panel], ylabel="top-1 %", xticks=places)
+        axes.legend(fontsize="small", loc="lower left")
         right = axes.twinx()
-        for element in ELEMENTS:
+        for element, color in zip(ELEMENTS, ("tab:red", "tab:purple", "gray")):
             scores = [row[f"{element} score"]["mean"] for row in found]
-            right.plot(places, scores, ":", label=element)
+            right.plot(places, scores, ":", color=color, label=element)
         right.set(ylabel="score (cosine) after the last block, dotted")
         right.legend(fontsize="small")
 
@@ -151,7 +163,8 @@ def work(argv: Sequence[str] | None) -> None:
     measured = complete(configs, total, ser.digest(source),
                         lambda cfg: evaluate(cfg, heads=("linear",)))
 
-    rows = {name: summary(found, base.depth) for name, found in measured.items()}
+    rows = {name: summary(found, measured["base"], base.depth)
+            for name, found in measured.items()}
     shown = {}
     for panel, its_points in points.items():
         for point, settings in its_points.items():

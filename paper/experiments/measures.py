@@ -26,7 +26,7 @@ CORRUPTED = 10             # val images of a class that are corrupted
 
 class Kept(Config):
     """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last, or,
-    of more than 15 epochs, about ten times."""
+    of 15 epochs and more, about ten times."""
 
     @property
     def kept(self) -> range:
@@ -37,11 +37,12 @@ class Kept(Config):
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
         super().before_step(optimizer, epoch)
         path = Path(self.out, f"epoch-{round(epoch)}.pt")
-        if epoch == 0:     # those of a run that was begun anew
+        if epoch == 0:     # a new run: if some are there, they are of one that was deleted
             for old in path.parent.glob("epoch-*.pt"):
                 old.unlink()
         if epoch in self.kept and not path.exists():
-            state = ser.load_checkpoint(path.with_name("last.pt"))     # of the step before
+            # A run saves after every epoch: before the first step of one, this is the last's end.
+            state = ser.load_checkpoint(path.with_name("last.pt"))
             state["model"] = {name: weight for name, weight in state["model"].items()
                               if name.startswith("base.encoder.")}
             del state["optimizer"]
@@ -98,9 +99,12 @@ def corrupted(cfg: Config, folder: Path, random_init: bool = False) -> dict[str,
         checkpoint=str(Path(cfg.out, "last.pt")), random_init=random_init, c=str(folder),
         head=str(Path(cfg.out, f"linear-{column}-head.pt")), workers=cfg.workers,
         out=str(out))
-    digest = eval_linear.frozen_encoder(how.probe)[2]
-    if out.exists() and json.loads(out.read_text()).get("sha256") != digest:
-        out.unlink()     # of a run that was trained anew
+    _, _, digest = eval_linear.frozen_encoder(how.probe)
+    head = robustness.head_digest(eval_linear.load_head(how.head, digest))
+    if out.exists():
+        there = json.loads(out.read_text())
+        if (there.get("sha256"), there.get("head")) != (digest, head):
+            out.unlink()     # of a run that was trained anew, or of another head
     sets = robustness.evaluate(how)["sets"]
     found = {}
     for severity in SEVERITIES:
@@ -112,7 +116,7 @@ def gradients(cfg: Config, paths: Sequence[str],
               checkpoint: Path | None = None) -> dict[str, float]:
     """The norms of the gradients of L_inv and of lambda L_equiv by the weights of the blocks up to
     the SER layer, where both act, and the cosine between the two, of a checkpoint or at the
-    beginning: means over the first batches of the run."""
+    beginning: means over the first batches of the run; without bfloat16 on a CPU."""
     device = ser.setup()[0]
     model = ser.build(cfg)
     if checkpoint is not None:
@@ -122,12 +126,13 @@ def gradients(cfg: Config, paths: Sequence[str],
     data = cfg.dataset(paths)
     sums = torch.zeros(3)
     for step, keys in enumerate(ser.batch_keys(len(paths), cfg, 0, BATCHES)):
-        loaded = default_collate([data[key] for key in keys])[0]
+        loaded, _ = default_collate([data[key] for key in keys])
         loaded = [(pixels.to(device), *draws) for pixels, *draws in loaded]
         batch = ser.make_views(loaded, cfg, step)
         parts = []
         # SER.forward gives a gradient to inv + weight * equiv alone. Weight 0 leaves L_inv; weight
-        # 1e6, scaled back to lambda, leaves lambda L_equiv, and 1e-6 lambda of L_inv.
+        # 1e6, scaled back to lambda, leaves lambda L_equiv, and 1e-6 lambda of L_inv. A difference
+        # of the gradients at lambda and at 0 would drown in the rounding of bfloat16.
         for weight, scale in ((0.0, 1.0), (1e6, cfg.weight / 1e6)):
             model.weight = weight
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

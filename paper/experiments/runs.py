@@ -29,13 +29,14 @@ from ser import Common, Config, require
 ELEMENTS = ("rot90", "hflip", "scale")
 PLAIN = dict(ratio=0.0, cls_layer=0)     # MoCo-v3 itself
 
-# Of runs on images. An epoch of 9,469 takes 2 to 3 minutes of a core with products of bfloat16.
-# Chosen on MoCo-v3 alone (paper/README.md): the blur of 224 pixels scaled to 64. A GPU has time
-# for ViT-S, at its grid of 14 x 14, and for ser.py's 100 epochs; 16 of 256 images are in b2.
+# Of runs on images, the blur of 224 pixels scaled to theirs. On a CPU an epoch of 9,469 takes 2 to
+# 3 minutes of a core that has products of bfloat16; blur, rate and crop were chosen by the accuracy
+# of MoCo-v3 alone (paper/README.md), which can only favour it. A GPU has time for ViT-S, at its
+# grid of 14 x 14, and for ser.py's 100 epochs; 16 of 256 images are in b2.
 CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, equiv_layers=(2,),
            batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, blur_max=0.57,
            epochs=20.0, warmup_epochs=1.0, workers=0, log_every=10)
-GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4)
+GPU = dict(image_size=112, patch_size=8, batch_size=256, ratio=0.0625, base_lr=6e-4, blur_max=1.0)
 # Beside the sizes of ser.py for drawn images. Choice: 6 blocks, not 4: with [CLS] after block 2, a
 # linear head reads it after as many blocks, 4, as that of a plain ViT. In the paper both read 4.
 DRAWN = dict(depth=6)
@@ -88,8 +89,8 @@ def base_settings(data: str | None, rest: Sequence[str], kind: type = Config) ->
     return base
 
 def source_of(base: Config) -> Sequence[str] | torch.Tensor:
-    """The images that the runs train on, by name, or as many rows as there are drawn ones. Raises
-    UserError, also for data that cannot be evaluated."""
+    """The images that the runs train on, by name; of drawn ones, whose number alone is read, as
+    many empty rows. Raises UserError, also for data that cannot be evaluated."""
     if not base.data:
         return torch.empty(DRAWN_IMAGES, 0)
     eval_linear.collect(Settings(data=base.data, test=()), base.image_size)
@@ -106,7 +107,7 @@ def finished(cfg: Common, total: int, images: str,
              build: Callable[[Any], Any] = ser.build) -> bool:
     """Whether the run in cfg.out has done `total` steps on the images of this digest. build: what
     makes its model. Raises UserError for settings that are wrong, or are not those of the run that
-    is there."""
+    is there. bf16 counts, though `train` could go on with another: it would differ between runs."""
     ser.check(cfg, 1)
     with torch.device("meta"):
         build(cfg)     # raises for layers that are not there
@@ -117,13 +118,13 @@ def finished(cfg: Common, total: int, images: str,
     there = state["config"] | {"program": state["program"], "images": state["images"]}
     here = vars(cfg) | {"program": cfg.program, "images": images}
     differ = [f"{name} {there.get(name)} there, {value} here" for name, value in here.items()
-              if name not in ser.FREE and there.get(name) != value]
+              if name not in ser.FREE - {"bf16"} and there.get(name) != value]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
     return state["step"] == total
 
 def train(cfg: Common, build: Callable[[Any], Any] = ser.build) -> None:
-    """Run, or continue, cfg, and print the command that does the same. A stop signal lets it save,
-    then raises SystemExit; the third ends at once."""
+    """Run, or continue, cfg, and print the command that trains the same weights. A stop signal lets
+    it save, then raises SystemExit; the third signal ends at once."""
     tqdm.write(f"python {cfg.program} {shlex.join(flags(cfg))}", file=sys.stderr)
     stop: list[int] = []
 
@@ -185,6 +186,17 @@ def once(path: Path, settings: dict[str, Any],
     eval_linear.write_json(path, found)
     return found
 
+def fitted(how: Settings) -> dict[str, Any]:
+    """What eval_linear finds; says where the best rate lies at an end of the sweep: beyond it the
+    accuracy may be higher, and might be so for one run of a comparison."""
+    result = eval_linear.evaluate(how)
+    best = result["linear"]["best"]["rate"]
+    tried = [row["rate"] for row in result["linear"]["rates"]]
+    if best in (min(tried), max(tried)):
+        tqdm.write(f"{how.out}: the best rate, {best:g}, is at an end of the sweep",
+                   file=sys.stderr)
+    return result
+
 def evaluate(cfg: Common, random_init: bool = False,
              heads: Sequence[str] = ("linear", "MLP")) -> dict[str, float]:
     """Heads, 20-NN and equivariance of a finished run, by name, or of the encoder that it began
@@ -200,7 +212,7 @@ def evaluate(cfg: Common, random_init: bool = False,
             how = dataclasses.replace(how, batch_size=eval_linear.Settings.drawn["batch_size"])
         asked = {name: value for name, value in vars(how).items()
                  if name not in ("checkpoint", "workers", "out")}
-        result = once(out, asked, lambda: eval_linear.evaluate(how))
+        result = once(out, asked, lambda: fitted(how))
         found[f"{head}, top-1 %"] = result["linear"]["best"]["val"]["top1"]
         if head == "linear":
             found["20-NN, top-1 %"] = result["knn"]["val"]["top1"]
@@ -224,7 +236,8 @@ def complete(configs: dict[str, list[Any]], total: int, images: str,
             if not finished(cfg, total, images, builder(name)):
                 missing.add(cfg.out)
     found: Measured = {name: [] for name in configs}
-    for of_a_seed in zip(*configs.values()):     # one seed after the other: a part is paired
+    # One seed after the other: what is cut short has all runs of its first seeds.
+    for of_a_seed in zip(*configs.values()):
         for name, cfg in zip(configs, of_a_seed):
             if cfg.out in missing:
                 train(cfg, builder(name))
@@ -232,7 +245,8 @@ def complete(configs: dict[str, list[Any]], total: int, images: str,
     return found
 
 def retrieval_chance(cfg: Common) -> float:
-    """1 / tokens of the 32 images among which eval_linear looks for a token's counterpart."""
+    """1 / tokens of the 32 images among which eval_linear looks for a token's counterpart (of a
+    scaled image, about: its grid has other sides)."""
     return (cfg.patch_size / cfg.image_size) ** 2 / 32
 
 def budget(configs: dict[str, list[Any]], seeds: Sequence[int], images: int,
@@ -264,7 +278,8 @@ def cell(value: dict[str, Any] | None, percent: bool) -> str:
     return text
 
 def markdown(rows: Rows) -> str:
-    """Aligned for the screen, and valid Markdown."""
+    """Aligned for the screen, and valid Markdown. A row or column with % in its title is in
+    percent."""
     lines = [["", *next(iter(rows.values()))]]
     for name, columns in rows.items():
         cells = [cell(value, "%" in name or "%" in column) for column, value in columns.items()]

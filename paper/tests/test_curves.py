@@ -19,13 +19,17 @@ def step(number, **values):
     return {"step": number, **values}
 
 def test_a_resumed_and_killed_log_counts_each_step_once_and_in_order(tmp_path):
-    first = [{"config": {}}, step(4, inv=1), step(8, inv=2)]
-    resumed = [{"config": {}}, step(6, inv=3), step(8, inv=4)]
+    first = [{"start": 0}, step(4, inv=1), step(7, inv=2), step(8, inv=2)]
+    resumed = [{"start": 4}, step(6, inv=3), step(8, inv=4)]
     damage = ["[1]", '{"step": "9"}', '{"step": 10, "in']
     run = write_log(tmp_path / "run", *first, *resumed, *damage)
-    expected = {4: first[1], 6: resumed[1], 8: resumed[2]}
+    expected = {4: first[1], 6: resumed[1], 8: resumed[2]}     # 7 was done again
     assert curves.records(run) == expected
     assert list(curves.records(run / "log.jsonl")) == [4, 6, 8]
+
+def test_a_shorter_run_that_was_begun_anew_keeps_nothing_of_the_longer_one(tmp_path):
+    log = [{"start": 0}, step(1, inv=1), step(9, inv=1), {"start": 0}, step(1, inv=2)]
+    assert curves.records(write_log(tmp_path / "run", *log)) == {1: log[-1]}
 
 def test_the_picture_has_losses_with_their_chance_retrieval_and_rates(
         tmp_path, capsys, monkeypatch):

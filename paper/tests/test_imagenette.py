@@ -43,7 +43,9 @@ def call(data, out, *more, seeds=("0", "1"), without=("corruptions",)):
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.tqdm, "write", lambda text, **_: said.append(text))
         code = imagenette.main(argv)
-    return code, printed.getvalue(), [line for line in said if not line.startswith("images ")]
+    # Of a toy's heads any rate may be the best.
+    return code, printed.getvalue(), [line for line in said if not line.startswith("images ")
+                                      and "the best rate" not in line]
 
 def checkpoint(out, run):
     return ser.load_checkpoint(out / run / "last.pt")
@@ -172,7 +174,20 @@ def test_a_run_on_other_images_or_of_another_program_is_refused(data, done, tmp_
         code, _, said = call(data, tmp_path)
         assert (code, len(said)) == (2, 1) and f"another run ({next(iter(other))}" in said[0]
 
+def test_a_run_in_another_precision_is_refused_though_it_could_go_on(data, done, tmp_path):
+    """An arm in float32 beside one in bfloat16 would be another comparison."""
+    shutil.copytree(done[0] / "ser-0", tmp_path / "ser-0")
+    code, _, said = call(data, tmp_path, "--bf16")
+    assert (code, len(said)) == (2, 1) and "(bf16 False there, True here)" in said[0]
+
 # ==== Measurements ================================================================================
+@pytest.mark.parametrize("best, told", [(0.1, True), (0.3, False), (1.0, True)])
+def test_a_best_rate_at_an_end_of_the_sweep_is_told(best, told, monkeypatch, capsys):
+    result = {"linear": {"best": {"rate": best}, "rates": [{"rate": r} for r in (0.1, 1.0, 0.3)]}}
+    monkeypatch.setattr(eval_linear, "evaluate", lambda how: result)
+    assert runs.fitted(eval_linear.Settings(out="a/linear.json")) == result
+    assert ("a/linear.json: the best rate" in capsys.readouterr().err) == told
+
 def test_a_changed_checkpoint_or_setting_or_an_odd_file_is_measured_again(tmp_path):
     file = tmp_path / "found.json"
     calls = []
@@ -243,7 +258,7 @@ def test_the_table_has_mean_and_std_of_the_seeds_and_of_the_paired_differences(d
         names += [f"{element}: retrieval, block 1", f"{element}: retrieval, block 2",
                   f"{element}: score, block 2"]
     assert [row[0] for row in cells[2:]] == names
-    written = read(out / "imagenette.json")["rows"]
+    written = read(out / "imagenette-0-1.json")["rows"]
     for name, *row in cells[2:]:
         values = {column: slow_values(out, name, column) for column in header[1:5]}
         for other in ("control", "moco"):
@@ -350,6 +365,13 @@ def test_corruptions_are_scored_by_severity_with_the_head_of_the_linear_probe(
         by_severity = [found[f"corrupted, severity {severity}, %"] for severity in range(1, 6)]
         assert by_severity == pytest.approx([best] * 4 + [100 - best])
         assert found["corrupted, mean, %"] == pytest.approx((4 * best + 100 - best) / 5)
+    # A head that was fitted anew is scored anew: this one says every image's other class.
+    path = run / "linear-trained-head.pt"
+    head = torch.load(path)
+    torch.save(head | {name: -head[name] for name in ("weight", "bias")}, path)
+    found = measures.corrupted(cfg, tmp_path / "c")
+    best = read(run / "linear-trained.json")["linear"]["best"]["val"]["top1"]
+    assert found["corrupted, severity 1, %"] == pytest.approx(100 - best)
 
 def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path, monkeypatch):
     made = []
@@ -362,7 +384,7 @@ def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path,
     code, printed, _ = call(data, out, "--workers", "0", without=())
     assert code == 0 and made == [(str(out / "corrupted"), str(data), 10, 0, 0)]
     assert "| corrupted, mean, %" in printed and "severity" not in printed
-    assert "corrupted, severity 5, %" in read(out / "imagenette.json")["rows"]
+    assert "corrupted, severity 5, %" in read(out / "imagenette-0-1.json")["rows"]
 
 @pytest.mark.parametrize("without, absent", [
     ("mlp", "MLP"), ("moved", "told"), ("corruptions", "corrupted")])
@@ -410,7 +432,7 @@ def test_minutes_are_those_of_the_rates_between_records(tmp_path):
 
 # ==== Mistakes ====================================================================================
 @pytest.mark.parametrize("more, words", [
-    (["--weight", "1"], "--weight"), (["--seed=3"], "--seed"), (["--seeds", "0", "0"], "twice"),
+    (["--weight", "0"], "--weight 0"), (["--seed=3"], "--seed"), (["--seeds", "0", "0"], "twice"),
     (["--seeds", "-1"], "--seed -1"), (["--data", ""], "--data"),
     (["--data", "nowhere"], "nowhere"), (["--data", "{data}/train"], "no such folder"),
     (["--colour", "red"], "--colour"), (["--figure", "nowhere/a"], "nowhere"),
@@ -484,7 +506,7 @@ def test_the_figure_shows_every_arm_its_retrieval_and_no_cosine_and_is_small(
     assert labels == [every[1:], ["ser"], ["ser"], every[1:], every, every, every, []]
     assert [axes.get_title() for axes in figure.axes][4:7] == [
         f"{element}: patch retrieval" for element in ELEMENTS]
-    rows = read(done[0] / "imagenette.json")["rows"]
+    rows = read(done[0] / "imagenette-0-1.json")["rows"]
     lines = {line.get_label(): line for line in figure.axes[4].lines}
     assert list(lines["ser"].get_ydata()) == [
         rows[f"rot90: retrieval, block {block}"]["ser"]["mean"] for block in (1, 2)]

@@ -81,8 +81,8 @@ def call(data, out, *more):
     settings = runs.Settings
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "Settings", lambda **how: settings(**how | {"epochs": 2}))
-        patch.setattr(runs, "CPU", dict(workers=0))
-        patch.setattr(runs, "GPU", dict(workers=0))
+        patch.setattr(runs, "CPU", dict(workers=0, cls_layer=1, equiv_layers=(1,)))
+        patch.setattr(runs, "GPU", runs.CPU)
         patch.setattr(layers, "grid", lambda base: toy_grid)
         patch.setattr(runs.tqdm, "write", lambda text, **_: said.append(text))
         code = layers.main(argv)
@@ -105,22 +105,29 @@ def test_each_run_is_trained_once_and_shown_where_it_belongs(data, tmp_path, mon
     rows = json.loads((tmp_path / "layers-0.json").read_text())["rows"]
     assert list(rows) == ["layer: 1", "layer: 2", "cls: 0", "cls: 1"]
     assert rows["layer: 1"] == rows["cls: 1"] != rows["cls: 0"]
-    for name, folder in (("layer: 2", "equiv_layers-2-0"), ("cls: 0", "equiv_layers-1-0")):
-        folder = tmp_path / ("cls_layer-0-" + folder)
+    of_base = json.loads((tmp_path / "base-0" / "linear-trained.json").read_text())
+    for name, folder in (("layer: 2", "cls_layer-0-equiv_layers-2-0"), ("cls: 0", "cls_layer-0-0"),
+                         ("layer: 1", "base-0")):
+        folder = tmp_path / folder
         found = json.loads((folder / "linear-trained.json").read_text())
         assert rows[name]["linear, top-1 %"]["mean"] == found["linear"]["best"]["val"]["top1"]
         assert rows[name]["20-NN, top-1 %"]["values"] == [found["knn"]["val"]["top1"]]
+        assert rows[name]["20-NN - base %"]["values"] == [
+            found["knn"]["val"]["top1"] - of_base["knn"]["val"]["top1"]]
+        assert rows[name]["linear - base %"]["mean"] == (
+            found["linear"]["best"]["val"]["top1"] - of_base["linear"]["best"]["val"]["top1"])
         last = [row for row in found["equivariance"]["rows"] if row["block"] == 2]
         for row in last:
             for measure in ("score", "retrieval"):
                 shown = rows[name][f"{row['element']} {measure}"]["mean"]
                 assert shown == row["trained"][measure]
     assert printed.count("\n| ") == 4 + 1 and (tmp_path / "layers-0.png").exists()
-    left, right = figure.axes[:2]
-    assert list(left.lines[-1].get_xdata()) == [1, 2]
-    assert list(right.lines[-1].get_xdata()) == [0, 1]
-    assert list(left.lines[-1].get_ydata()) == [
-        rows[name]["linear, top-1 %"]["mean"] for name in ("layer: 1", "layer: 2")]
+    for axes, panel, places in zip(figure.axes[:2], ("layer", "cls"), ([1, 2], [0, 1])):
+        shown = {line.get_label(): line for line in axes.lines}
+        for name in ("linear, top-1 %", "20-NN, top-1 %"):
+            assert list(shown[name].get_xdata()) == places
+            assert list(shown[name].get_ydata()) == [
+                rows[f"{panel}: {place}"][name]["mean"] for place in places]
     # Again: nothing is trained or measured, and the same is printed.
     assert call(data, tmp_path) == (0, printed, [])
     # A run that is not there is the only one that is done.
