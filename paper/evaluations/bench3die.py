@@ -71,7 +71,8 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     val a rendering. size: not used. Raises UserError where list and folders do not agree."""
     require(os.path.isdir(cfg.data), f"--data {cfg.data}: no such folder; give that of 3DIEBench")
     require(not any(cfg.test), "--test: 3DIEBench has no other test sets")
-    classes = sorted(entry.name for entry in os.scandir(cfg.data) if entry.is_dir())
+    classes = sorted(entry.name for entry in os.scandir(cfg.data)
+                     if entry.is_dir() and not entry.name.startswith("."))
     to_find = validation_objects(cfg.split)     # crossed off as their folders are found
     sources: dict[str, list[str]] = {"train": [], "val": []}
     labels: dict[str, list[int]] = {"train": [], "val": []}

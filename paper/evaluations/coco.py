@@ -4,8 +4,8 @@
     python -m paper.evaluations.coco --data /coco --checkpoint runs/ser/last.pt --batch-size 8
 
 `/coco` is COCO 2017 as it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and
-val2017/. It needs `pip install pycocotools`. The result goes to coco.json beside the checkpoint; an
-interrupted run continues with the same command.
+val2017/. It needs `pip install -r paper/requirements.txt`. The result goes to coco.json beside
+the checkpoint; an interrupted run continues with the same command.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
@@ -55,7 +55,7 @@ class Settings(training.Settings):
     data: str = setting("", 0, 0, "folder of COCO 2017: annotations, train2017, val2017")
     iterations: int = setting(45000, 1, INF, "training steps (paper: 45k)")
     batch_size: int = setting(32, 1, INF, "images per step, over all ranks (paper: 32)")
-    lr: float = setting(1e-4, 0, INF, "learning rate of AdamW, not scaled (ViTDet: 1e-4)")
+    lr: float = setting(1e-4, 0, INF, "of AdamW, not scaled (ViTDet: 1e-4, for 64 images)")
     weight_decay: float = setting(0.1, 0, INF, "of AdamW (ViTDet: 0.1)")
     warmup: int = setting(1000, 0, INF, "steps of linear warmup (Detectron2: 1000)")
     min_size: int = setting(800, 16, INF, "shorter side of an image, pixels (usually 800)")
@@ -65,7 +65,7 @@ class Settings(training.Settings):
     save_every: int = setting(1000, 1, INF, "steps between checkpoints")
 
     name: ClassVar[str] = "coco"
-    free: ClassVar[tuple[str, ...]] = (*training.Settings.free, "save_every")
+    may_change: ClassVar[tuple[str, ...]] = (*training.Settings.may_change, "save_every")
     program: ClassVar[str] = "coco.py"
 
     def steps(self, n: int) -> int:
@@ -80,8 +80,8 @@ class Settings(training.Settings):
         """Linear warmup, then a tenth from 2/3 of the steps on and a hundredth from 8/9 on."""
         # Choice: 30k and 40k of 45k, as the usual schedule of 90k steps has 60k and 80k.
         rate = self.lr * min(1.0, (step + 1) / max(1, self.warmup))
-        for done in (2 / 3, 8 / 9):
-            if step >= round(done * self.iterations):
+        for share in (2 / 3, 8 / 9):
+            if step >= round(share * self.iterations):
                 rate = rate / 10
         return rate
 
@@ -101,7 +101,8 @@ def annotations(root: str, name: str) -> Any:
     try:
         from pycocotools.coco import COCO
     except ImportError:
-        raise UserError("COCO's annotations need pycocotools: pip install pycocotools") from None
+        raise UserError("COCO's annotations need pycocotools: pip install -r "
+                        "paper/requirements.txt") from None
     with contextlib.redirect_stdout(io.StringIO()):     # it reports how long it took
         return COCO(path)
 
@@ -215,7 +216,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     truth = annotations(cfg.data, "val2017")
     val = Loaded(photos(truth, os.path.join(cfg.data, "val2017")), cfg.seed)
     learned = photos(annotations(cfg.data, "train2017"), os.path.join(cfg.data, "train2017"))
-    # Without 1,021 images that have no box to learn from.
+    # Without the 1,021 images of train2017 that have no box to learn from.
     train = Loaded([photo for photo in learned if len(photo.boxes) > 0], cfg.seed)
     model = detector(encoder, max(truth.cats) + 1, cfg).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -226,7 +227,8 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
         losses = parallel(*inputs(batch, device))     # of the RPN and of the boxes, four in all
         return sum(losses.values()), {name for *_, name in batch} - {""}
 
-    losses, broken = training.train(model, encoder.shape, optimizer, train, loss_of, cfg, digest)
+    origin = {"sha256": digest, "images": ser.digest([photo.path for photo in train.source])}
+    losses, broken = training.train(model, encoder.shape, optimizer, train, loss_of, cfg, origin)
     detections, broken_val = detect(model, val, cfg, device, rank, ranks)
     everything = [detections] * ranks
     if ranks > 1:

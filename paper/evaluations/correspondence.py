@@ -198,7 +198,7 @@ def compare(cfg: Settings) -> dict[str, Any]:
             "the picture needs matplotlib: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, untrained=True)
     check_out(picture, ".png", cfg.program)
-    check_out(picture.with_suffix(".json"), ".json", cfg.program)
+    check_out(picture.with_suffix(".json"), ".json", cfg.program, digests)
     encoder = encoders["untrained"]
     for label, other in encoders.items():
         sizes = {(each.grid, each.patch_size, each.depth) for each in (encoder, other)}

@@ -40,8 +40,8 @@ def score_images(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, 
     broken files: they are wrong. Of cfg it reads batch_size, workers and seed."""
     _, split = labelled("--c", str(folder), head.classes)
     # The images are centre crops already: to enlarge and cut them, as those of val, would change
-    # every number. They are only brought to the size of the encoder, where it has another one.
-    split = split._replace(ready=True)
+    # every number.
+    split = split._replace(ready=True)     # resized to the encoder's size, not cropped
     name = "/".join(folder.parts[-2:])
     frozen = Frozen(encoder, head.blocks, cfg, {name: split})
     features, labels = frozen.table(name)

@@ -69,8 +69,8 @@ def detector(encoder: ViT, classes: int, cfg: Any) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
     images in [0, 1] of any size, brings their shorter side to cfg.min_size, unless the longer one
     would exceed cfg.max_size, and normalises them as the encoder was trained. New weights come from
-    cfg.seed. Raises UserError for other than five cfg.anchors, one for each level, and for a patch
-    from whose size torchvision would not find the scale of the levels."""
+    cfg.seed. Raises UserError unless there are five cfg.anchors, one for each level, and the patch
+    is a power of two, to which torchvision rounds the scale of a level."""
     given = " ".join(map(str, cfg.anchors))
     require(len(cfg.anchors) == 5, f"--anchors {given}: give five, one for each level")
     require(math.log2(encoder.patch_size).is_integer(), f"--checkpoint: a patch of "
@@ -79,7 +79,8 @@ def detector(encoder: ViT, classes: int, cfg: Any) -> FasterRCNN:
     sides = tuple((side,) for side in cfg.anchors)
     ratios = ((0.5, 1.0, 2.0),) * 5
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Images are padded
-    # to common multiples of torchvision's 32 and of the patch.
+    # to common multiples of torchvision's 32 and of a place of the coarsest level, 4 patches: from
+    # sides that levels do not divide, torchvision would take too small a distance of the anchors.
     return FasterRCNN(Pyramid(encoder), classes, cfg.min_size, cfg.max_size,
                       rpn_anchor_generator=AnchorGenerator(sides, ratios),
-                      size_divisible=math.lcm(32, encoder.patch_size))
+                      size_divisible=math.lcm(32, 4 * encoder.patch_size))

@@ -9,11 +9,12 @@ Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/... The result goes to finetun
 checkpoint; an interrupted run continues after its last epoch with the same command. The weights
 stay in finetune.pt, which is a checkpoint of its own: every other script evaluates its encoder.
 
-Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3, far below the 81.4 of a recipe with
-strong augmentation and 150 epochs, speaks for a short and plain one. Hence, each a flag: AdamW
-with a layer-wise decay of the learning rate, warmup and cosine, stochastic depth, label smoothing,
-and the random crops and flips of the linear probe. The paper does not report 1% or 10% of the
-labels (`--fraction`); an epoch is then 1% or 10% of the steps, so give it more of them.
+Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3, far below the 81.4 of 300 epochs of
+pre-training and 150 of a recipe with strong augmentation, speaks for a short and plain one. Hence,
+each a flag: AdamW with a layer-wise decay of the learning rate, warmup and cosine, stochastic
+depth, label smoothing, and the random crops and flips of the linear probe. The paper
+does not report 1% or 10% of the labels (`--fraction`); an epoch is then 1% or 10% of the steps, so
+give it more of them.
 
 Sections: 1 Settings, 2 Data, 3 Model and optimizer, 4 Evaluation, 5 Command line.
 Axes: B images, C classes, D width of the encoder.
@@ -140,8 +141,8 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-            x = normalise(images.float() / 255)
-            return self.head(self.base["encoder"]([x])[0].cls).float()
+            encoded, = self.base["encoder"]([normalise(images.float() / 255)])
+        return self.head(encoded.cls.float())     # in bfloat16, classes would tie
 
 def layer_of(name: str, depth: int) -> int:
     """Where a parameter of the classifier is: 0 in front of the blocks, 1..depth in one of them,
@@ -210,12 +211,15 @@ def finetune(cfg: Settings) -> dict[str, Any]:
     def loss_of(parallel: nn.Module, batch: list[Any]) -> training.LossAndBroken:
         pixels, labels, names = batch
         logits = parallel(pixels.to(device, non_blocking=True))
-        # A broken image, label -1, adds nothing; the ranks' shares of a batch weigh alike.
+        # A broken image, label -1, adds nothing. DDP takes the mean over ranks, so that each
+        # divides by its number of images, broken ones included.
         total = F.cross_entropy(logits, labels.to(device), ignore_index=-1, reduction="sum",
                                 label_smoothing=cfg.label_smoothing)
         return total / len(labels), set(names) - {""}
 
-    losses, broken = training.train(model, encoder.shape, optimizer, train, loss_of, cfg, digest)
+    origin = {"sha256": digest, "images": ser.digest(train.split.source),
+              "classes": ser.digest(classes)}
+    losses, broken = training.train(model, encoder.shape, optimizer, train, loss_of, cfg, origin)
     found, broken_val = accuracy(model, val, cfg, device)
     found |= {"classes": len(classes), "losses": losses}
     images = {"train": len(train), "val": len(val)}

@@ -50,16 +50,16 @@ def top5_distance(order: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
     later frame of the class that has rank i in the earlier one: 0 if they stay, 15 if all leave."""
     earlier, later = pairs
     top = order[earlier, :5]                                                      # (M, 5) classes
-    # order lists classes by rank, and its argsort ranks by class.
-    rank = order[later].argsort(1)          # (M, C), of each class, from 0
+    # order[row, r] is the class of rank r; argsort inverts that to rank[row, class], from 0.
+    rank = order[later].argsort(1)                                                # (M, C)
     s = 1 + rank.gather(1, top)                                                   # (M, 5)
     i = torch.arange(1, top.shape[1] + 1)
     distance = (i - s.clamp(max=6)).abs().sum(1)
     return distance.double().mean().item()
 
 def read_video(path: str, size: int, least: int = 2) -> Tensor:
-    """The frames (n, 3, size, size) uint8 of a video. Raises what PyAV raises, and UserError where
-    frames are missing, or for fewer than `least`."""
+    """The frames (n, 3, size, size) uint8 of a video. Raises what PyAV raises, and UserError for
+    fewer frames than it says that it has, or than `least`."""
     import av
     frames = []
     with av.open(path) as container:
@@ -82,7 +82,7 @@ class Videos(Dataset):
                  if entry.is_dir() and not entry.name.startswith(".")]
         strange = sorted(set(found) - set(classes))
         require(not strange, f"--p {folder}: {' '.join(strange[:5])} are no classes of the head")
-        self.paths = sorted(str(path) for path in folder.glob("*/*.mp4"))
+        self.paths = sorted(str(path) for path in folder.glob("[!.]*/*.mp4"))
         require(len(self.paths) > 0, f"--p {folder}: no CLASS/*.mp4 in it")
         place = {name: label for label, name in enumerate(classes)}
         self.labels = [place[Path(path).parent.name] for path in self.paths]
@@ -111,7 +111,8 @@ def score_videos(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, 
     """The means over the videos of a folder CLASS/*.mp4: top-1, top-5 and flip probability in
     percent, and top-5 distance. A broken file is named, is wrong, and counts not in the latter two.
     Of cfg it reads batch_size, workers and difficulty.
-    Ranks share the videos. Raises UserError, on all ranks, for more than 1 broken in 1000."""
+    Ranks share the videos. Raises UserError, on all ranks, for more than 1 broken in 1000, and
+    more than 3."""
     ranks, rank = ranks_and_rank()
     videos = Videos(folder, head.classes, encoder.shape["image_size"], cfg.difficulty)
     own = Subset(videos, range(rank, len(videos), ranks))

@@ -1,4 +1,4 @@
-"""ImageNet-C and ImageNet-P: the paper's four tables of robustness, its rows below ours.
+"""ImageNet-C and ImageNet-P: the paper's tables of robustness, its rows below ours.
 
     python eval_linear.py --data /imagenet --checkpoint runs/ser/last.pt     first: writes the head
     python -m paper.evaluations.robustness --checkpoint runs/ser/last.pt --c /imagenet-c
@@ -6,18 +6,20 @@
     torchrun --nproc_per_node=8 -m paper.evaluations.robustness --c ...      ranks share the work
     python -m paper.evaluations.robustness --data /imagenette --make /imagenette-c     makes a C
 
-The encoder and the head of the linear probe stay as they are. The paper's means over the columns,
-top-1 and top-5: on C MoCo-v3 39.47 and 61.76, SER 40.58 and 63.53; on P 63.91 and 84.67, 65.13 and
-85.69. Data, as downloaded; archives side by side, or in folders of their own (blur/, noise/, ...):
+The encoder and the head of the linear probe stay as they are. C and P are altered images of val:
+`eval_linear.py --select-split 0.1` gives a head whose rate was not chosen on val. The paper's means
+over the columns, top-1 and top-5: on C MoCo-v3 39.47 and 61.76, SER 40.58 and 63.53; on P 63.91 and
+84.67, 65.13 and 85.69. Data, as downloaded; archives side by side, or in folders of their own
+(blur/, noise/, ...):
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities; the four extra if there
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
 
 The paper is silent about the severities (here: the mean over all five), the frames (all) and the
 difficulty of P. Beside its accuracies stand mCE, with AlexNet's published errors, and P's flip
-probability and top-5 distance, not divided by AlexNet's, which no source prints. Each set is
+probability and top-5 distance, not divided by AlexNet's, which we found in no source. Each set is
 written to robustness.json beside the checkpoint when it is done, and the same command goes on with
-the others; a set is not scored again while its folder has the same name and as many files.
+the others; a set is not scored again while its folder has the same path and as many files.
 """
 from __future__ import annotations
 
@@ -30,6 +32,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar, Sequence
 
+import torch
+
 import eval_linear
 import ser
 from paper.evaluations.corruptions import (CORRUPTIONS, EXTRA, SEVERITIES, make,
@@ -38,8 +42,8 @@ from paper.evaluations.output import check_out
 from paper.evaluations.perturbations import PERTURBATIONS, TEN, score_videos
 from ser import INF, require, setting
 
-# The paper's rows, without the last column, which is the mean of the others. A name is one word,
-# and without a base method that is MoCo-v3.
+# The paper's rows, without the last column, which is the mean of the others. Each name is one word:
+# that of a method alone is the method on MoCo-v3; "2+4" are views.
 PAPER = {
     "ImageNet-C, top-1 %": """
           Gauss Shot  Impul Defoc Glass Motio Zoom  Snow  Frost Fog   Brigh Contr Elast Pixel JPEG
@@ -73,7 +77,7 @@ SER,2+4   71.68 71.65 71.67 60.36 71.87 71.87 61.92 70.47 67.18 71.62 68.62 71.3
 DINO      66.69 66.67 66.70 52.74 67.02 66.94 55.83 65.60 61.27 66.70 62.73 66.49 42.96 63.51
 DINO+SER  67.39 67.31 67.41 54.41 67.69 67.66 56.19 66.06 62.13 67.22 63.33 67.02 42.76 64.31
 Barlow    60.09 60.08 60.12 42.25 60.53 60.53 46.37 58.84 52.92 60.22 55.47 59.37 33.15 56.79
-BT+SER    63.85 63.93 63.91 49.18 64.29 64.19 50.09 62.34 57.93 63.89 59.63 63.38 37.29 60.56
+Bar.+SER  63.85 63.93 63.91 49.18 64.29 64.19 50.09 62.34 57.93 63.89 59.63 63.38 37.29 60.56
 """,
     "ImageNet-P, top-5 %": """
           Gau-N Shot  Speck Motio Zoom  Gau-B Snow  Spatt Brigh Trans Rotat Tilt  Scale Shear
@@ -95,7 +99,7 @@ class Settings:
     c: str = setting("", 0, 0, "folder of ImageNet-C, or of what --make made")
     p: str = setting("", 0, 0, "folder of ImageNet-P")
     # Choice: the paper names no difficulty; at 1, P's first, a frame is compared with the next.
-    # P has other noise videos for other difficulties: there the noise columns stay empty.
+    # P's noise videos for other difficulties are not read: there the noise columns stay empty.
     difficulty: int = setting(1, 1, 10, "P compares frames so many apart")
     make: str = setting("", 0, 0, "write a C of the val images of --data into this folder, and end")
     data: str = setting("", 0, 0, "for --make: a folder with val/CLASS/..., or with CLASS/...")
@@ -143,20 +147,28 @@ def find_sets(cfg: Settings) -> dict[str, Path]:
         if place:
             found[name] = place
     for kind, root in (("c", cfg.c), ("p", cfg.p)):
-        one = "gaussian_noise/1" if kind == "c" else "gaussian_noise"
+        one = "gaussian_noise/1" if kind == "c" else "zoom_blur"
         require(root == "" or any(name.startswith(kind) for name in found),
                 f"--{kind} {root}: none of its sets is there, in it or in its folders, as {one}")
     return found
 
-def finished_sets(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The sets in the result `path`, if there is one. Raises UserError for that of another encoder
-    or head."""
+def finished_sets(cfg: Settings, identity: dict[str, Any]) -> dict[str, Any]:
+    """The sets in the result, if there is one. Raises UserError for that of another encoder or
+    head, and for one with sets of another C or P: a mean over both would be of neither."""
+    path = cfg.result
     if not path.exists():
         return {}
     before = json.loads(path.read_text())
+    way_out = "remove it or choose another --out"
     for name, value in identity.items():
-        require(before.get(name) == value, f"--out {path} is of another checkpoint or head: "
-                "remove it or choose another --out")
+        what = {"sha256": "checkpoint"}.get(name, name)
+        require(before.get(name) == value, f"--out {path} is of another {what}: {way_out}")
+    now = find_sets(cfg)
+    for name, found in before["sets"].items():
+        root = cfg.c if name.startswith("c/") else cfg.p
+        inside = Path(found["folder"]).is_relative_to(Path(root).resolve())
+        require(not root or inside or name in now,
+                f"--out {path} has sets of {found['folder']}, not of {root}: {way_out}")
     return before["sets"]
 
 def scored(found: dict[str, Any], folder: Path) -> bool:
@@ -168,7 +180,8 @@ def scored(found: dict[str, Any], folder: Path) -> bool:
 
 def head_digest(head: eval_linear.Head) -> str:
     """What tells a head from others."""
-    return hashlib.sha256(head.weight.numpy().tobytes()).hexdigest()[:16]
+    values = torch.cat([head.weight.flatten(), head.bias])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
     """Score the sets that are there and not yet in the result; returns what rank 0 writes. Raises
@@ -184,7 +197,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     head = eval_linear.load_head(cfg.head or cfg.probe.beside("head"), digest)
     identity = {"sha256": digest, "head": head_digest(head), "difficulty": cfg.difficulty}
     head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
-    done = finished_sets(cfg.result, identity)
+    done = finished_sets(cfg, identity)
     result = {"program": cfg.program, "checkpoint": cfg.checkpoint, "step": step, **identity,
               "classes": len(head.classes), "sets": done}
     for name, folder in find_sets(cfg).items():
@@ -242,7 +255,8 @@ def table(result: dict[str, Any]) -> str:
             for measure, text in (("flips", "flip pr. %"), ("top5_distance", "top-5 dist")):
                 lines.append(f"{text:10}{cells(row(sets, kind, measure), kind)}")
             lines.append("ten: the mean over the ten perturbations that can be downloaded; flips "
-                         f"compare frames {result['difficulty']} apart")
+                         f"compare frames {result['difficulty']} apart, in noise each frame with "
+                         "the first")
     whole = None not in row(sets, "c", "top1")
     if whole and result["classes"] == 1000:     # AlexNet's errors are among 1000
         top1 = {name: [sets[f"c/{name}/{severity}"]["top1"] for severity in SEVERITIES]

@@ -33,9 +33,9 @@ class Settings:
     out: str = setting("", 0, 0, "file of the result; none: beside the checkpoint")
 
     drawn: ClassVar[dict[str, Any]] = {}
-    name: ClassVar[str] = ""     # of the result
-    # What may change between the parts of an interrupted run.
-    free: ClassVar[tuple[str, ...]] = ("data", "checkpoint", "workers", "out")
+    name: ClassVar[str] = ""     # of the result; in finetune.py a property
+    # The settings with which an interrupted run may go on though they differ.
+    may_change: ClassVar[tuple[str, ...]] = ("data", "checkpoint", "workers", "out")
 
     @property
     def title(self) -> str:
@@ -48,7 +48,7 @@ class Settings:
         return Path(self.out) if self.out else Path(self.checkpoint).with_name(self.title + ".json")
 
     def b2_images(self, ranks: int) -> int:
-        """For ser.batch_keys, which gives the order of a run: no image moves by SER's geometry."""
+        """For ser.batch_keys, which gives the order of a run and asks for |b2|: there is no b2."""
         return 0
 
 def union(names: set[str]) -> set[str]:
@@ -60,7 +60,7 @@ def union(names: set[str]) -> set[str]:
     return set().union(*found)
 
 def check_broken(broken: set[str], images: int) -> None:
-    """Raise UserError when more than 1 in 1000 images cannot be read."""
+    """Raise UserError when more than 1 in 1000 images, and more than 3, cannot be read."""
     require(len(broken) <= max(3, images / 1000), f"{len(broken)} of {images} images cannot be "
             f"read, as {min(broken, default='')}: mend or remove them")
 
@@ -103,16 +103,17 @@ def resume(path: Path, identity: dict[str, Any], model: nn.Module,
 
 def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimizer,
           images: torch.utils.data.Dataset, loss_of: Callable[[nn.Module, Any], LossAndBroken],
-          cfg: Any, digest: str) -> tuple[list[float], set[str]]:
+          cfg: Any, origin: dict[str, str]) -> tuple[list[float], set[str]]:
     """Train `model`, or continue; returns the mean loss of every `cfg.save_steps(n)` steps and the
     names of the files that cannot be read.
 
-    shape: of the encoder in the model, digest: of the checkpoint that it came from; images: ser.Key
-    -> an item, with a method `collate` that batches items; loss_of(model, batch): the loss,
-    and the names of its broken files; cfg: Settings with `steps(n)`, `save_steps(n)` and
-    `lr_at(step, n)` for n images. A parameter group may have a `scale`, which multiplies its rate.
-    Raises UserError, on all ranks, for a state of other settings, too many broken files, or
-    a loss that is not finite.
+    shape: of the encoder in the model; images: ser.Key -> an item, with a method `collate` that
+    batches items; loss_of(model, batch): the loss, and the names of its broken files; cfg: Settings
+    with `steps(n)`, `save_steps(n)` and `lr_at(step, n)` for n images, as those of finetune.py;
+    origin: digests of the checkpoint, the images and the classes, with which alone an interrupted
+    run goes on. A parameter group may have a `scale`, which multiplies its rate. Raises UserError,
+    on all ranks, for a state of another origin or other settings, too many broken files, or a loss
+    that is not finite.
     """
     ranks, rank = ranks_and_rank()
     n = len(images)
@@ -120,8 +121,8 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
     require(cfg.batch_size <= n, f"--batch-size {cfg.batch_size}: of {n} images; try {n}")
     steps = cfg.steps(n)
     path = cfg.result.with_suffix(".pt")
-    identity = {name: value for name, value in vars(cfg).items() if name not in cfg.free}
-    identity |= {"sha256": digest, "images": n}
+    identity = {name: value for name, value in vars(cfg).items() if name not in cfg.may_change}
+    identity |= origin
     start, losses, broken = resume(path, identity, model, optimizer)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     model.train()

@@ -2,10 +2,10 @@
 
 The paper's accuracies in percent, after layers 1, 3, 6, 9, 12 of MoCo-v3 + the method of the row:
 
-    rotation (4-way)   AugSelf 81.55 96.71 99.71 99.13 68.74
+    rotation           AugSelf 81.55 96.71 99.71 99.13 68.74
                        STL     79.56 92.80 99.46 99.76 98.08
                        SER     79.97 93.34 99.52 99.73 96.59
-    flip (2-way)       AugSelf 63.24 85.66 96.48 91.51 62.68
+    flip               AugSelf 63.24 85.66 96.48 91.51 62.68
                        STL     62.91 82.09 88.83 97.22 83.27
                        SER     63.02 78.68 92.87 96.59 75.95
 
@@ -54,7 +54,7 @@ class Settings:
     data: str = setting("", 0, 0, "folder with train/CLASS/... and val/CLASS/...")
     checkpoint: str = setting("runs/ser/last.pt", 0, 0, "last.pt of a run")
     layers: tuple[int, ...] = setting(PAPER_LAYERS, 1, INF, "blocks (paper: 1 3 6 9 12)")
-    # Choice: a pair. 97% for the flip of one natural image is out of reach, as few look mirrored.
+    # Choice: a pair. 97% for the flip of one photograph is out of reach: few look wrong mirrored.
     single: bool = setting(False, 0, 1, "the probe sees g x alone, not the pair of x and g x")
     images: int = setting(20000, 2, INF, "training images, drawn from train")
     test_images: int = setting(10000, 1, INF, "test images, drawn from val")
@@ -89,13 +89,14 @@ class MovedTokens(nn.Module):
         self.dim = encoder.dim
         self.shape = encoder.shape
 
-    def last_cls(self, x: Tensor, n: int) -> Tensor:
+    def last_cls(self, x: Tensor, _blocks: int) -> Tensor:
         """Normalised images (B, 3, S, S) -> (B, V * L * D), in one pass of the encoder."""
         # Exact permutations of the pixels of one centre crop, without jitter.
         versions = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)] + [x.flip(-1)]
         encoded = self.encoder(versions, self.layers)
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
-        # after block 3.
+        # after block 3. After the last block, too, without the final LayerNorm: the probe
+        # standardises its features.
         means = [part.maps[layer].float().mean((2, 3)) for part in encoded for layer in self.layers]
         return torch.cat(means, dim=1)
 
@@ -113,10 +114,10 @@ def probe(train: Tensor, test: Tensor, versions: Sequence[int], cfg: Settings) -
     std = train.std((0, 1)).clamp_min(1e-6)
     train = (train - mean) / std
     test = (test - mean) / std
-    moved = torch.tensor(versions)
+    version_of = torch.tensor(versions)     # the answers are 0, 1, ...
 
     def inputs(features: Tensor, image: Tensor, answer: Tensor) -> Tensor:
-        second = features[image, moved[answer]]
+        second = features[image, version_of[answer]]
         return second if cfg.single else torch.cat([features[image, 0], second], dim=1)
 
     torch.manual_seed(ser.seed_of(cfg.seed, "probe"))
@@ -163,14 +164,14 @@ def predict(encoder: ViT, splits: dict[str, Split], cfg: Settings) -> dict[str, 
     return found | {"broken": broken}
 
 def evaluate(cfg: Settings) -> dict[str, Any]:
-    """Measure a checkpoint, and the encoder that it began with; returns what rank 0 writes. Raises
-    UserError, on all ranks."""
+    """Measure a checkpoint, and an encoder with random weights of the seed in it; returns what rank
+    0 writes. Raises UserError, on all ranks."""
     ser.check_ranges(cfg)
     require(cfg.data != "", "--data: which images? give a folder with train/CLASS and val/CLASS")
     device, rank, _ = ser.setup()
     trained, step, digest = eval_linear.frozen_encoder(
         eval_linear.Settings(checkpoint=cfg.checkpoint))
-    check_out(cfg.result, ".json", cfg.program)
+    check_out(cfg.result, ".json", cfg.program, digest)
     depth = trained.depth
     require(max(cfg.layers) <= depth, f"--layers {' '.join(map(str, cfg.layers))}: the encoder has "
             f"{depth} blocks: try --layers {' '.join(map(str, range(1, depth + 1)))}")

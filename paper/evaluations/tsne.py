@@ -4,8 +4,8 @@ The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's d
 MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It prints
 no number, and layouts of t-SNE cannot be compared by eye; so this measures the features themselves,
 over ten draws of classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the
-20-NN purity, the share of an image's 20 nearest that are of its class (at chance 1 / the number of
-classes, for classes of one size).
+20-NN purity, the share of an image's 20 nearest that are of its class (at chance about 1 / the
+number of classes, for classes of one size).
 
     python -m paper.evaluations.tsne --data /imagenet/val \\
         --checkpoint runs/moco/last.pt runs/ser/last.pt --label MoCo-v3 "MoCo-v3 + SER"
@@ -174,7 +174,7 @@ def compare(cfg: Settings) -> dict[str, Any]:
                 f"t-SNE needs {package}: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, cfg.random_init)
     check_out(picture, ".png", cfg.program)
-    check_out(picture.with_suffix(".json"), ".json", cfg.program)
+    check_out(picture.with_suffix(".json"), ".json", cfg.program, list(digests.values()))
     inside = os.path.join(cfg.data, "val")
     folder = inside if os.path.isdir(inside) else cfg.data
     classes, split = eval_linear.labelled("--data", folder)
@@ -185,9 +185,9 @@ def compare(cfg: Settings) -> dict[str, Any]:
 
     smallest = min(split.labels.bincount()[split.labels.unique()].tolist())
     require(cfg.neighbors < min(smallest, cfg.per_class), f"--neighbors {cfg.neighbors}: a class "
-            f"has {min(smallest, cfg.per_class)} images, and so no purity of 1: take fewer")
+            f"has {min(smallest, cfg.per_class)} images, one of them itself: take fewer")
     fewest = min(len(sample.labels) for sample in samples.values())
-    require(cfg.perplexity < fewest - 3,     # up to three of them may be broken
+    require(cfg.perplexity < fewest - 3,     # a few of them may be broken
             f"--perplexity {cfg.perplexity:g}: a draw has {fewest} images: take less")
 
     found = {}
@@ -196,10 +196,12 @@ def compare(cfg: Settings) -> dict[str, Any]:
         measured = measure(encoder, samples, cfg)
         numbers = measured.numbers
         found[name] = {"sha256": digests.get(name, ""), **numbers}
-        title = (f"{name}, silhouette {numbers['silhouette']['mean']:.3f}, "
+        title = (f"{name}, mean of {cfg.draws} draws: silhouette "
+                 f"{numbers['silhouette']['mean']:.3f}, "
                  f"purity {numbers['purity']['mean']:.3f}")
         panels[title] = (measured.points, measured.labels)
-    result = {"program": cfg.program, "data": folder, "settings": vars(cfg), "encoders": found,
+    result = {"program": cfg.program, "sha256": list(digests.values()), "data": folder,
+              "settings": vars(cfg), "encoders": found,
               "picture": str(picture)}
     if ser.ranks_and_rank()[1] == 0:
         save_picture(picture, panels)
@@ -222,7 +224,7 @@ def table(result: dict[str, Any]) -> str:
         broken = scores["broken"]
         if broken:
             lines.append(f"  {len(broken)} broken images, as {broken[0]}: left out")
-    lines.append(f"{'chance':24}{'-':>18}{1 / cfg['classes']:18.4f}")
+    lines.append(f"{'chance, about':24}{'-':>18}{1 / cfg['classes']:18.4f}")
     lines.append("The paper has no number: it compares MoCo-v3 and MoCo-v3 + SER by eye.")
     return "\n".join([*lines, result["picture"]])
 

@@ -27,6 +27,7 @@ def root(tmp_path_factory):
                     folder / f"image_{view}.jpg", quality=100, subsampling=0)
                 numpy.save(folder / f"latent_{view}.npy", numpy.zeros(7))
     (root / "LICENSE").write_text("CC-BY-NC")
+    (root / ".cache").mkdir()
     return str(root)
 
 @pytest.fixture

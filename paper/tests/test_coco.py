@@ -186,13 +186,14 @@ def test_the_detector_is_as_the_settings_say(path):
     cfg = Settings(min_size=48, max_size=80, anchors=(8, 16, 24, 32, 48))
     model = detector(ser.load_encoder(path), 91, cfg)
     assert (model.transform.min_size, model.transform.max_size) == ((48,), 80)
-    assert model.transform.size_divisible == 32
     assert model.rpn.anchor_generator.sizes == ((8,), (16,), (24,), (32,), (48,))
     assert model.roi_heads.box_predictor.cls_score.out_features == 91
     close(torch.tensor(model.transform.image_mean), ser.MEAN.flatten())
     close(torch.tensor(model.transform.image_std), ser.STD.flatten())
-    wide = detector(tiny_encoder(patch_size=64), 91, cfg)     # images are padded to fit 64
-    assert wide.transform.size_divisible == 64
+    # Images are padded to places of the coarsest level, so that anchors are as far apart as these.
+    for patch_size, divisible in ((8, 32), (16, 64), (64, 256)):
+        wide = detector(tiny_encoder(patch_size), 91, cfg)
+        assert wide.transform.size_divisible == divisible
     with pytest.raises(ser.UserError, match="14 pixels"):     # of which torchvision makes 1/16
         detector(tiny_encoder(patch_size=14), 91, cfg)
     assert model.eval()([torch.rand(3, 50, 61)])[0]["boxes"].shape[1] == 4
@@ -335,4 +336,4 @@ def test_mistakes_are_one_line(argv, line, root, path, capsys):
 def test_a_missing_pycocotools_is_one_line(root, path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)
     assert coco.main(["--data", root, "--checkpoint", path]) == 2
-    assert "pip install pycocotools" in capsys.readouterr().err
+    assert "pycocotools: pip install -r paper/requirements.txt" in capsys.readouterr().err

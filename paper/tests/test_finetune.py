@@ -227,11 +227,48 @@ def test_the_state_of_another_checkpoint_or_data_set_is_refused(toy, drawn, tmp_
     cfg = Settings(checkpoint=toy, **QUICK | dict(epochs=1))
     finetune.finetune(cfg)
     fewer = dataclasses.replace(cfg, fraction=0.5, out=str(cfg.result))
-    with pytest.raises(ser.UserError, match="images 24 there, 12 here"):
+    with pytest.raises(ser.UserError, match="images 24, .* there, 12, .* here"):
         finetune.finetune(fewer)
     checkpoint(tmp_path, moco_hidden=16, seed=1)
     with pytest.raises(ser.UserError, match="sha256 .* there"):
         finetune.finetune(cfg)
+
+@pytest.mark.parametrize("other", ["images", "classes"])
+def test_as_many_other_images_or_classes_are_another_run(other, toy, tmp_path):
+    """A finished run would else be scored on a data set that it has not learned from."""
+    data = image_folder(tmp_path / "data", train=4, val=2)
+    cfg = Settings(checkpoint=toy, data=data, **QUICK | dict(epochs=1))
+    finetune.finetune(cfg)
+    if other == "images":
+        image = next(Path(data, "train", "n01").iterdir())
+        image.rename(image.with_name("another.png"))
+    else:
+        for split in ("train", "val"):
+            Path(data, split, "n01").rename(Path(data, split, "n011"))
+    with pytest.raises(ser.UserError, match=f"another run .{other} .* there"):
+        finetune.finetune(cfg)
+
+def test_the_head_multiplies_in_float32(toy, monkeypatch):
+    """On a GPU the encoder is in bfloat16; so coarse, the logits of many classes would tie."""
+    within = []
+    monkeypatch.setattr(finetune.torch, "autocast", lambda *_, **__: Within(within))
+    model, _ = model_of(toy)
+    seen = []
+    for module in (model.base["encoder"], model.head):
+        module.register_forward_hook(lambda *_: seen.append(len(within)))
+    assert model(torch.zeros(2, 3, 16, 16)).dtype == torch.float32 and seen == [1, 0]
+
+class Within:
+    """A context: the list holds an item while one is inside."""
+
+    def __init__(self, within):
+        self.within = within
+
+    def __enter__(self):
+        self.within.append(self)
+
+    def __exit__(self, *_):
+        self.within.pop()
 
 class Heard(torch.utils.data.Dataset):
     """Its items are what the process that reads them does on a stop signal."""

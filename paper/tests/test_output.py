@@ -3,6 +3,7 @@
     python -m pytest -q paper/tests/test_output.py
 """
 import json
+from pathlib import Path
 
 import pytest
 
@@ -39,11 +40,26 @@ def test_a_wrong_out_is_one_line_before_any_work(module, place, checkpoint, tmp_
     assert "--out" in said and "Error" not in said
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
+@pytest.mark.parametrize("module", [correspondence, transformations, tsne])
+def test_a_result_of_another_checkpoint_is_not_replaced(module, checkpoint, capsys):
+    name = module.__name__.rsplit(".")[-1]
+    path = Path(checkpoint).with_name(f"{name}.json")
+    text = json.dumps({"program": module.Settings.program, "sha256": "other"})
+    path.write_text(text)
+    if module is not transformations:
+        pytest.importorskip("matplotlib")
+    if module is tsne:
+        pytest.importorskip("sklearn")
+    assert module.main(["--checkpoint", str(checkpoint), *PROGRAMS[module]]) == 2
+    assert "another checkpoint: remove it" in capsys.readouterr().err and path.read_text() == text
+
 def test_a_result_of_the_same_program_may_be_replaced(tmp_path):
     path = tmp_path / "a.json"
     check_out(path, ".json", "one")
     path.write_text(json.dumps({"program": "one"}))
     check_out(path, ".json", "one")
+    path.write_text(json.dumps({"program": "one", "sha256": ["a", "b"]}))
+    check_out(path, ".json", "one", ["a", "b"])
     for text in (json.dumps({"program": "two"}), "[1]", "", "{"):
         path.write_text(text)
         with pytest.raises(ser.UserError, match="is no result of one"):

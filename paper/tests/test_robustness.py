@@ -166,7 +166,7 @@ def test_the_same_command_goes_on_after_the_last_finished_set(checkpoint, tmp_pa
     values = {name: one["top1"] for name, one in evaluate(cfg)["sets"].items()}
     assert [name for name, top1 in values.items() if top1 < 0] == ["c/snow/2"]
 
-@pytest.mark.parametrize("other", ["checkpoint", "head", "program"])
+@pytest.mark.parametrize("other", ["checkpoint", "head", "bias", "program"])
 def test_the_result_of_another_checkpoint_head_or_program_is_not_replaced(
         checkpoint, tmp_path, other):
     root = image_sets(tmp_path / "c", ["snow"])
@@ -177,12 +177,34 @@ def test_the_result_of_another_checkpoint_head_or_program_is_not_replaced(
         toy_head(checkpoint)
     if other == "head":
         toy_head(checkpoint, seed=5)
+    if other == "bias":
+        path = Path(checkpoint).with_name("eval-head.pt")
+        head = torch.load(path)
+        torch.save(head | {"bias": head["bias"] + 1}, path)
     if other == "program":
         cfg.result.write_text(json.dumps({"linear": 1}))
     before = cfg.result.read_bytes()
     with pytest.raises(ser.UserError, match="choose another"):
         evaluate(cfg)
     assert cfg.result.read_bytes() == before
+
+def test_sets_of_another_c_are_not_averaged_with_those_of_this_one(checkpoint, tmp_path):
+    """A set that was deleted to make room for the next stays; P's sets beside C's do, too."""
+    root = image_sets(tmp_path / "c", ["snow", "fog"])
+    cfg = settings(checkpoint, c=root)
+    first = evaluate(cfg)["sets"]
+    shutil.rmtree(Path(root, "fog"))
+    assert evaluate(cfg)["sets"] == first
+    before = cfg.result.read_bytes()
+    other = image_sets(tmp_path / "other", ["snow"])
+    with pytest.raises(ser.UserError, match="has sets of .*fog/1, not of .*other: remove it or"):
+        evaluate(settings(checkpoint, c=other))
+    assert cfg.result.read_bytes() == before
+    moved = shutil.copytree(root, tmp_path / "moved")
+    Path(root, "snow").rename(Path(root, "fog"))
+    shutil.copytree(root, moved, dirs_exist_ok=True)     # now all that was scored, elsewhere
+    again = evaluate(settings(checkpoint, c=str(moved)))["sets"]
+    assert {str(Path(one["folder"]).parents[1]) for one in again.values()} == {str(moved)}
 
 def test_broken_images_are_named_and_wrong_and_too_many_are_refused(checkpoint, tmp_path):
     root = image_sets(tmp_path / "c", ["snow"])
@@ -307,13 +329,16 @@ def videos(root, names=("gaussian_noise", "tilt"), classes=CLASSES[:3]):
 def test_p_is_scored_as_by_one_frame_at_a_time(checkpoint, tmp_path):
     """Accuracy: the mean over videos of the mean over frames, of frames that are not cropped."""
     root = videos(tmp_path / "p")
+    hidden = Path(root, "group0", "gaussian_noise", ".cache")     # no class
+    hidden.mkdir()
+    (hidden / "v0.mp4").write_bytes(b"")
     sets = evaluate(settings(checkpoint, p=root))["sets"]
     assert list(sets) == ["p/gaussian_noise", "p/tilt"]
     encoder = ser.load_encoder(checkpoint)
     head = torch.load(Path(checkpoint).with_name("eval-head.pt"), weights_only=True)
     for name, found in sets.items():
         sums = torch.zeros(4, dtype=torch.float64)
-        for path in sorted(Path(found["folder"]).glob("*/*.mp4")):
+        for path in sorted(Path(found["folder"]).glob("n*/*.mp4")):
             frames = read_video(str(path), 16)
             assert frames.shape == (6, 3, 16, 16)
             with torch.no_grad():
