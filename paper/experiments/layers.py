@@ -120,13 +120,13 @@ def draw(figure: Any, points: Grid, rows: Rows, base: Config) -> None:
                 axes.plot(places, values, color=color, linewidth=0.5, alpha=0.5)
             axes.plot(places, [one["mean"] for one in accuracy], "o-", color=color, label=name)
         axes.set(xlabel=titles[panel], ylabel="top-1 %", xticks=places)
-        axes.legend(fontsize="small", loc="lower left")
         right = axes.twinx()
-        for element, color in zip(ELEMENTS, ("tab:red", "tab:purple", "gray")):
+        for element, color in zip(ELEMENTS, ("tab:red", "tab:orange", "black")):
             scores = [row[f"{element} score"]["mean"] for row in found]
-            right.plot(places, scores, ":", color=color, label=element)
-        right.set(ylabel="score (cosine) after the last block, dotted")
-        right.legend(fontsize="small")
+            right.plot(places, scores, ":", color=color, label=f"{element}, score")
+        right.set(ylabel="score (cosine) after the last block")
+    labelled = [line for each in (axes, right) for line in each.get_legend_handles_labels()[0]]
+    figure.legend(handles=labelled, loc="outside lower center", ncols=5)
 
 # ==== Command line ================================================================================
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config, Grid]:
