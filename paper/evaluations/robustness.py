@@ -152,9 +152,11 @@ def find_sets(cfg: Settings) -> dict[str, Path]:
                 f"--{kind} {root}: none of its sets is there, in it or in its folders, as {one}")
     return found
 
-def finished_sets(cfg: Settings, identity: dict[str, Any]) -> dict[str, Any]:
-    """The sets in the result, if there is one. Raises UserError for that of another encoder or
-    head, and for one with sets of another C or P: a mean over both would be of neither."""
+def finished_sets(cfg: Settings, identity: dict[str, Any],
+                  there: dict[str, Path]) -> dict[str, Any]:
+    """The sets in the result, if there is one. there: what find_sets found. Raises UserError for
+    the result of another encoder or head, and for one with sets of another C or P: a mean over both
+    would be of neither."""
     path = cfg.result
     if not path.exists():
         return {}
@@ -163,11 +165,10 @@ def finished_sets(cfg: Settings, identity: dict[str, Any]) -> dict[str, Any]:
     for name, value in identity.items():
         what = {"sha256": "checkpoint"}.get(name, name)
         require(before.get(name) == value, f"--out {path} is of another {what}: {way_out}")
-    now = find_sets(cfg)
     for name, found in before["sets"].items():
         root = cfg.c if name.startswith("c/") else cfg.p
         inside = Path(found["folder"]).is_relative_to(Path(root).resolve())
-        require(not root or inside or name in now,
+        require(not root or inside or name in there,
                 f"--out {path} has sets of {found['folder']}, not of {root}: {way_out}")
     return before["sets"]
 
@@ -197,10 +198,11 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     head = eval_linear.load_head(cfg.head or cfg.probe.beside("head"), digest)
     identity = {"sha256": digest, "head": head_digest(head), "difficulty": cfg.difficulty}
     head = head._replace(weight=head.weight.to(device), bias=head.bias.to(device))
-    done = finished_sets(cfg, identity)
+    folders = find_sets(cfg)
+    done = finished_sets(cfg, identity, folders)
     result = {"program": cfg.program, "checkpoint": cfg.checkpoint, "step": step, **identity,
               "classes": len(head.classes), "sets": done}
-    for name, folder in find_sets(cfg).items():
+    for name, folder in folders.items():
         if scored(done.get(name, {}), folder):
             continue
         score = score_images if name.startswith("c/") else score_videos
