@@ -115,8 +115,10 @@ def check_out(cfg: Settings, digest: str) -> None:
             asked["data"] = asked["data"] and os.path.normpath(asked["data"])
     except (ValueError, OSError, KeyError, TypeError):
         raise UserError(f"--out {path} is there and is no result: choose another name") from None
-    # What was asked, of what. How heads are trained (lr, epochs, ...) may change.
-    for name in ("checkpoint", "data", "test", "select_split", "seed", *PROTOCOL):
+    # What was asked, of what. How heads are trained may change.
+    compared = [name for name in here
+                if name not in ("lr", "epochs", "batch_size", "workers", "out")]
+    for name in compared:
         require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
                 f"({there.get(name)}, now {here[name]}): remove it or choose another --out")
 

@@ -49,6 +49,7 @@ class Settings(eval_linear.Settings):
     # code draws one of each object anew whenever it validates.
     views: int = setting(VIEWS, 1, VIEWS, "renderings of each validation object, the first so many")
     drawn: ClassVar[dict[str, Any]] = {}     # there are no drawn objects
+    program: ClassVar[str] = "-m paper.evaluations.bench3die"
 
     @property
     def result(self) -> Path:
@@ -125,10 +126,11 @@ class Views(Crops):
 
 def table(result: dict[str, Any]) -> str:
     """The paper's rows below those of the linear probe, for the screen."""
-    lines = [f"{result['checkpoint']}, {result['encoder']}", eval_linear.table(result)]
+    rows = {"the paper's, val": ["top-1 / top-5, %"]}
     for name, (top1, top5) in PAPER.items():
-        lines.append(f"  {'paper: ' + name:36}{top1:7.2f}{top5:9.2f}")
-    return "\n".join(lines)
+        rows[name] = [f"{top1:.2f} / {top5:.2f}"]
+    return "\n".join([f"{result['checkpoint']}, {result['encoder']}", eval_linear.table(result),
+                      *eval_linear.aligned(rows)])
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate and print; returns the exit code."""
@@ -139,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         if ser.ranks_and_rank()[1] == 0:
             print(f"{table(result)}\n  {result['minutes']:.1f} minutes, written to {cfg.result}")
 
-    return ser.guard("bench3die.py", work)
+    return ser.guard(Settings.program, work)
 
 if __name__ == "__main__":
     ser.leave(main())

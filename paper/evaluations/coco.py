@@ -66,7 +66,7 @@ class Settings(training.Settings):
 
     name: ClassVar[str] = "coco"
     may_change: ClassVar[tuple[str, ...]] = (*training.Settings.may_change, "save_every")
-    program: ClassVar[str] = "coco.py"
+    program: ClassVar[str] = "-m paper.evaluations.coco"
 
     def steps(self, n: int) -> int:
         """Steps of the whole run, on any number n of images."""

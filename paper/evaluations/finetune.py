@@ -68,7 +68,7 @@ class Settings(training.Settings):
     label_smoothing: float = setting(0.1, 0, 0.99, "share of the target spread over all classes")
 
     drawn: ClassVar[dict[str, Any]] = dict(epochs=5, warmup_epochs=1, batch_size=64, workers=0)
-    program: ClassVar[str] = "finetune.py"
+    program: ClassVar[str] = "-m paper.evaluations.finetune"
 
     @property
     def name(self) -> str:

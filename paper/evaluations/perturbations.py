@@ -142,6 +142,7 @@ def score_videos(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, 
             f"be read, as {min(broken, default='')}: mend or remove them")
     top1, top5, flips, distance = sums.tolist()
     readable = max(1, n - len(broken))
-    return {"videos": n, "top1": 100 * top1 / n, "top5": 100 * top5 / n,
+    return {"videos": n, "class_folders": len(set(videos.labels)),
+            "top1": 100 * top1 / n, "top5": 100 * top5 / n,
             "flips": 100 * flips / readable, "top5_distance": distance / readable,
             "broken": sorted(broken)}

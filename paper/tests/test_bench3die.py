@@ -99,13 +99,18 @@ def test_the_command(root, listed, tmp_path, capsys):
     finally:
         broken.write_bytes(whole)
     printed = capsys.readouterr().out
-    assert "paper: MoCo-v3 + SER (2+4 views)      70.91    93.15" in printed
+    assert "  MoCo-v3 + SER (2+4 views)        70.91 / 93.15\n" in printed
     assert "1 broken images in val" in printed and "5 renderings of each object" in printed
     result = json.loads((tmp_path / "bench3die-5-views.json").read_text())
     assert result["images"] == {"train": 8, "val": 20} and result["broken"]["val"] == [str(broken)]
     assert result["linear"]["best"]["val"]["top1"] == pytest.approx(95)
     assert bench3die.main([*argv, "--knn", "--random-init"]) == 0
     assert (tmp_path / "bench3die-5-views-knn-random-init.json").exists()
+    of_fewer = [*argv, "--out", str(tmp_path / "bench3die-5-views.json")]
+    of_fewer[of_fewer.index("--views") + 1] = "4"
+    capsys.readouterr()
+    assert bench3die.main(of_fewer) == 2
+    assert "holds a result of another views (5, now 4)" in capsys.readouterr().err
 
 def test_held_out_objects_are_seen_once(root, listed):
     _, splits = collect(Settings(data=root, split=listed, select_split=0.25), 16)
@@ -130,4 +135,5 @@ def test_mistakes_are_one_line(root, listed, tmp_path, capsys):
             (["--data", root, "--split", listed, "--views", "51"], "must lie in 1..50")):
         assert bench3die.main(["--checkpoint", path, *argv]) == 2
         error = capsys.readouterr().err.strip().splitlines()
-        assert len(error) == 1 and error[0].startswith("bench3die.py: ") and line in error[0]
+        assert len(error) == 1 and line in error[0]
+        assert error[0].startswith("-m paper.evaluations.bench3die: ")

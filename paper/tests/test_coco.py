@@ -331,7 +331,8 @@ def test_mistakes_are_one_line(argv, line, root, path, capsys):
     argv = [root if word == "ROOT" else word for word in argv]
     assert coco.main(["--checkpoint", path, *argv]) == 2
     error = capsys.readouterr().err.strip().splitlines()
-    assert len(error) == 1 and error[0].startswith("coco.py: ") and line in error[0]
+    assert len(error) == 1 and line in error[0]
+    assert error[0].startswith("-m paper.evaluations.coco: ")
 
 def test_a_missing_pycocotools_is_one_line(root, path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocotools.coco", None)

@@ -362,7 +362,7 @@ def test_a_checkpoint_of_dino(tmp_path, drawn):
 def test_mistakes_are_one_line(argv, line, toy, drawn, capsys):
     assert finetune.main(["--checkpoint", toy, *argv] if "--checkpoint" not in argv else argv) == 2
     printed = capsys.readouterr().err.splitlines()
-    error = [text for text in printed if text.startswith("finetune.py:")]
+    error = [text for text in printed if text.startswith("-m paper.evaluations.finetune:")]
     assert len(error) == 1 and line in error[0]
 
 def test_more_than_one_broken_file_in_a_thousand_stops(toy, tmp_path):

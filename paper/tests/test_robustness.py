@@ -373,6 +373,7 @@ def test_a_truncated_video_is_named_and_wrong_and_too_many_are_refused(checkpoin
     paths[0].write_bytes(paths[0].read_bytes()[:500])
     found = evaluate(settings(checkpoint, p=root, out=str(tmp_path / "b.json")))["sets"]["p/tilt"]
     assert whole["broken"] == [] and len(found["broken"]) == 1 and found["videos"] == 6
+    assert whole["class_folders"] == len({path.parent for path in paths}) > 1
     assert found["broken"][0].startswith(f"{paths[0]} (")
     rest = videos(tmp_path / "rest", ("tilt",))
     Path(rest, "group0/tilt", *paths[0].parts[-2:]).unlink()
