@@ -18,13 +18,16 @@ moves?
     --knn             -                                  yes        -
     --equivariance    -                                  -          after every block
 Flags add up; --knn and --equivariance leave out the heads unless --cache or --mlp asks for them.
-Without --data, k-NN and the equivariance after the block behind which [CLS] enters are always
-measured. Beside equivariance, k-NN is also that of the untrained encoder.
+Without --data, k-NN and the equivariance of the map that [CLS] has not entered yet (after block
+--cls-layer of ser.py, or 1) are always measured. Where both are measured, k-NN is also that of the
+untrained encoder; --random-init evaluates that one alone.
 
 Data: FOLDER/train/CLASS/... and FOLDER/val/CLASS/...; a test set: DIR/CLASS/..., named as those
-classes, or numbered as ImageNet-V2 is. The result, the chosen head, and the state of an unfinished
-training of heads, which the same command continues after its last whole epoch, are written beside
-the checkpoint. `# Choice:` marks what the paper leaves open; the release is its authors' code.
+classes, or numbered as ImageNet-V2 is; name all of them at once. ImageNet-C, ImageNet-P and
+3DIEBench: paper/evaluations. The result, the chosen head, and the state of an unfinished training
+of heads, which the same command continues after its last whole epoch, are written beside the
+checkpoint; other --epochs, --lr or --batch-size replace them, unless --out names another file.
+`# Choice:` marks what the paper leaves open; the release is its authors' code.
 
 1 Settings, 2 Images, 3 Features, 4 Heads, 5 k-NN, 6 Equivariance, 7 Evaluation, 8 Command line.
 Axes: n images of a split, m training images, B images of a batch, S side of an image in pixels,
@@ -68,8 +71,9 @@ class Settings:
     mlp: bool = setting(False, 0, 1, "heads of three layers in place of linear ones")
     equivariance: bool = setting(False, 0, 1, "equivariance after every block; no heads, likewise")
     random_init: bool = setting(False, 0, 1, "an encoder with the random weights of the run's seed")
-    # Choice: the release tries 1, 3, 10 per 256 images. The smaller ones are what weak features and
-    # few classes need, and cost next to nothing, as one training serves all rates.
+    # Choice: the release tries 1, 3, 10 per 256 images and keeps what is best on val. The smaller
+    # ones are what weak features and few classes need, and cost next to nothing, as one training
+    # serves all rates. Its batches have 2048 images.
     lr: tuple[float, ...] = setting((0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), TINY, INF,
                                     "learning rates per 256 images; each trains a head")
     select_split: float = setting(0.0, 0, 0.9, "share of train to choose the rate on; 0: use val")
@@ -95,8 +99,8 @@ class Settings:
         return self.result.with_name(f"{self.result.stem}-{what}.pt")
 
 def check_out(cfg: Settings, digest: str) -> None:
-    """Raise UserError where the result could not be written, or would overwrite something else: the
-    checkpoint, another file, or the result of other images, another seed or another encoder."""
+    """Raise UserError where the result could not be written, or would overwrite the checkpoint, a
+    file that is no result, or the result of another encoder, other images or other settings."""
     path = cfg.result
     folder = path.resolve().parent
     require(path.suffix == ".json", f"--out {path} must end in .json")
@@ -115,10 +119,9 @@ def check_out(cfg: Settings, digest: str) -> None:
             asked["data"] = asked["data"] and os.path.normpath(asked["data"])
     except (ValueError, OSError, KeyError, TypeError):
         raise UserError(f"--out {path} is there and is no result: choose another name") from None
-    # What was asked, of what. How heads are trained may change.
-    compared = [name for name in here
-                if name not in ("lr", "epochs", "batch_size", "workers", "out")]
-    for name in compared:
+    # What was asked, of what. How heads are trained may change: a repetition replaces the result.
+    free = ("lr", "epochs", "batch_size", "workers", "out")
+    for name in [name for name in here if name not in free]:
         require(there.get(name) == here[name], f"--out {path} holds a result of another {name} "
                 f"({there.get(name)}, now {here[name]}): remove it or choose another --out")
 
@@ -128,7 +131,7 @@ class Split(NamedTuple):
     source: Sequence[Any] | Tensor   # n paths, or the images (n, 3, h, w) uint8 themselves
     labels: Tensor                   # (n,) int64, place of the class in the sorted training classes
     among: list[int]                 # the classes it is scored among
-    ready: bool = False              # already cropped: only resized to (S, S), if need be
+    ready: bool = False              # whole in training, too: only resized to (S, S), if need be
     note: str = ""                   # for the person who reads the table
 
 def labelled(name: str, root: str, classes: Sequence[str] = ()) -> tuple[list[str], Split]:
@@ -217,7 +220,8 @@ def centre_crop(image: Tensor, size: int) -> Tensor:
 @dataclasses.dataclass
 class Crops(torch.utils.data.Dataset):
     """Key (epoch, index) -> (3, S, S) uint8 and label. Epoch None: the centre crop; else a random
-    crop and flip, drawn from (seed, epoch, index). A file that cannot be read: black, label -1."""
+    crop (area .08 to 1, sides 3:4 to 4:3) and flip, drawn from (seed, epoch, index), as in the
+    release. A file that cannot be read: black, label -1."""
     split: Split
     size: int     # S
     seed: int
@@ -248,8 +252,8 @@ def training_keys(images: int, batch: int, begin: int, cfg: Settings) -> Iterato
 # ==== 3. Features: the frozen encoder, and who computes what on which rank ========================
 @torch.no_grad()
 def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """The [CLS] after each of the last `blocks` blocks, of uint8 images (B, 3, S, S): (B, K) fp32
-    on the encoder's device, K = blocks * D."""
+    """The final LayerNorm of [CLS] after each of the last `blocks` blocks, of uint8 images
+    (B, 3, S, S): (B, K) fp32 on the encoder's device, K = blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device, non_blocking=True) / 255)
     # Choice: bf16 on a GPU, as in training.
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
@@ -257,9 +261,9 @@ def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
 
 @dataclasses.dataclass
 class Frozen:
-    """The features of all splits, by the frozen encoder. It is nearly all of the work, and the
-    ranks share it: each encodes a part of every batch, and then all have all features. Heads and
-    k-NN run alike on every rank, so that several ranks give what one gives, and no image counts
+    """The features of all splits, by the frozen encoder. Encoding is nearly all of the work, and
+    the ranks share it: each encodes a part of every batch, and then all have all features. Heads
+    and k-NN run alike on every rank, so that several ranks give what one gives, and no image counts
     twice."""
     encoder: ViT
     blocks: int                   # whose [CLS] are the features
@@ -375,7 +379,7 @@ def fit(heads: Heads, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[
     quiet = ranks_and_rank()[1] > 0
     bar = tqdm(batches, "heads", total, initial=start, disable=quiet, mininterval=1)
     for step, (x, y) in enumerate(bar, start):
-        # Paper: 4.1, a cosine to zero; here from 1, as the rates are in the loss.
+        # Paper: 4.1, a cosine without warmup; here from 1 (the rates are in the loss) to 0.
         optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / total))
         logits = heads(x).mT                                                      # (B, C, R)
         labels = y[:, None].expand(-1, len(heads.lrs))                            # (B, R)
@@ -419,8 +423,8 @@ def load_head(path: str | Path, digest: str) -> Head:
         require(head.digest == digest, f"it is of the encoder {head.digest}, not {digest}")
     except Exception as error:     # pickle, zip, torch and the system raise their own
         raise UserError(f"{path} is missing, damaged or no head of this encoder ({error}): run "
-                        "eval_linear.py with the same --checkpoint, and --random-init if here; "
-                        "no --knn, --mlp, --equivariance") from None
+                        "eval_linear.py with the same --checkpoint, with --random-init if this has "
+                        "it, without --knn, --mlp, --equivariance") from None
     return head
 
 def linear(frozen: Frozen, classes: list[str], digest: str,
@@ -435,6 +439,7 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
     per_epoch = n // batch
     lrs = [rate * batch / 256 for rate in cfg.lr]
     heads = make(lrs, len(classes), frozen.width, cfg.seed).to(frozen.device)
+    # Choice: momentum .9, no weight decay, as the release.
     optimizer = torch.optim.SGD(heads.parameters(), lr=1.0, momentum=0.9)
 
     # Continue where an interrupted training with the same settings stopped; folders may move.
@@ -447,10 +452,13 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             there = state["identity"]
+            broken = state["broken"]
         except Exception as error:     # pickle, zip, torch and the system raise their own
             raise UserError(f"{path} is damaged ({error}): remove it") from None
-        require(there == identity, f"{path} is of an interrupted evaluation with other settings: "
-                "repeat those, remove it, or use another --out")
+        differ = [name for name in identity if there.get(name) != identity[name]]
+        require(not differ, f"{path} is of an interrupted evaluation with another "
+                f"{' and '.join(differ)}: repeat that, remove the file, or use another --out")
+        frozen.broken["train"].update(broken)
         heads.load_state_dict(state["heads"])
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
@@ -461,7 +469,8 @@ def linear(frozen: Frozen, classes: list[str], digest: str,
         for done in fit(heads, optimizer, batches, start, cfg.epochs * per_epoch):
             if done % per_epoch == 0 and rank == 0 and not cfg.cache:
                 ser.save_whole(path, dict(step=done, identity=identity, heads=heads.state_dict(),
-                                          optimizer=optimizer.state_dict()))
+                                          optimizer=optimizer.state_dict(),
+                                          broken=sorted(frozen.broken["train"])))
 
     rows: list[dict[str, Any]] = [{"rate": rate, "lr": lr} for rate, lr in zip(cfg.lr, lrs)]
     for name, split in frozen.splits.items():
@@ -484,7 +493,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor,
         k: int = 20) -> float:
     """The share of the test features (n, D) that are classified rightly by their k nearest training
     features (m, D), each of which votes for its class with weight exp(s / .07), s the cosine
-    similarity, as in DINO. Training features with label -1 are left out."""
+    similarity. Training features with label -1 are left out."""
+    # Choice: 4.1 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
     known = train_labels >= 0
     require(bool(known.any()), "k-NN: no training image of these classes can be read")
     train = F.normalize(train[known], dim=1)
@@ -518,6 +528,8 @@ def knn_splits(frozen: Frozen) -> dict[str, dict[str, float]]:
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =========================
 # The paper's score is a mean cosine. It rises for any map when all tokens grow alike, and it is 1
 # where they are equal and nothing is left of the map. Hence two more measures.
+# Choice: its "final representation" is here the patch tokens under the final LayerNorm, compared
+# token by token; it is measured for one element at a time, and after every block.
 
 @torch.no_grad()
 def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
@@ -532,8 +544,9 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     centred    mean cos(rho_h f(x), f(rho_h x)) after subtracting each side's mean token; chance: 0
 
     g may be the identity, as in the paper; h is not: it turns by 90, 180 and 270 degrees in turn,
-    or flips. For "scale" h is g, and both resize to the grid of g2, whatever g1 is.
-    """
+    or flips. For "scale" h is g, and both resize the image to the grid of g2, one for each 32. That
+    grid may be the image's own, where nothing moves and all measures are 1: never at 14 x 14, but
+    at 8 x 8 for one 32 of 512."""
     measures = ("score", "retrieval", "chance", "centred")
     sums = {layer: dict.fromkeys(measures, 0.0) for layer in layers}
     for part, x in enumerate(images.split(32)):
@@ -570,8 +583,9 @@ def equivariance(encoder: ViT, images: Tensor, layer: int, element: str) -> dict
     return equivariances(encoder, images, [layer], element)[layer]
 
 def compare(encoders: dict[str, ViT], crops: Crops, layers: Sequence[int]) -> dict[str, Any]:
-    """The equivariance of the encoders, by name, on the same 512 images, spread over `crops`; those
-    that cannot be read are left out and counted. Raises UserError where none is left."""
+    """The equivariance of the encoders, by name, on the same 512 images (Choice), spread over
+    `crops`; those that cannot be read are left out and counted. Every rank measures it alike.
+    Raises UserError where no image is left."""
     n = len(crops.split.labels)
     read = [crops[None, place] for place in torch.linspace(0, n - 1, min(512, n)).long().tolist()]
     pixels = [image for image, label in read if label >= 0]

@@ -3404,9 +3404,10 @@ def test_an_interrupted_run_continues_to_the_same_result(tree, checkpoint, monke
     assert torch.load(state)["step"] == 2 * 4
     checkpoint.with_name("eval.json").unlink()
     for change in (dict(epochs=5), dict(seed=1), dict(lr=(1.0,)), dict(batch_size=4)):
-        with pytest.raises(UserError, match="of an interrupted evaluation with other settings"):
+        name = next(iter(change))
+        with pytest.raises(UserError, match=f"of an interrupted evaluation with another {name}:"):
             evaluate(dataclasses.replace(cfg, **change))
-    with pytest.raises(UserError, match="of an interrupted evaluation with other settings"):
+    with pytest.raises(UserError, match="of an interrupted evaluation with another heads:"):
         evaluate(cfg, heads=type("Others", (Heads,), {"name": "other"}))
     steps = []
     counted = eval_linear.fit
@@ -3418,6 +3419,17 @@ def test_an_interrupted_run_continues_to_the_same_result(tree, checkpoint, monke
     monkeypatch.setattr(eval_linear, "fit", counting)
     assert evaluate(dataclasses.replace(cfg, workers=1))["linear"] == whole
     assert steps == list(range(9, 17)) and not state.exists()
+
+def test_a_broken_image_of_an_interrupted_training_is_still_named(tmp_path, monkeypatch):
+    """Also where all epochs were done, so that nothing reads the training images again."""
+    tree = eval_tree(tmp_path / "data")
+    broken = tree / "train" / "class1" / "999.png"
+    broken.write_bytes(b"no image")
+    cfg = eval_settings(tree, eval_checkpoint(tmp_path / "run"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(eval_linear, "accuracy", lambda *_: signal.raise_signal(signal.SIGINT))
+        evaluate(cfg)
+    assert evaluate(cfg)["broken"] == {"train": [str(broken)]}
 
 def eval_rank(rank, ranks, folder):
     """Two evaluations on one of several ranks; only the first may write."""
