@@ -27,7 +27,7 @@ import ser
 from paper.methods import barlow_twins, dino
 from ser import INF, Batch, Encoded, Policy, View, ViT, info_nce, require, setting
 
-# name -> (class of its settings, what makes it of (encoder, settings); None: ser.build's MoCo-v3)
+# name -> (settings, method for ser.build; None: its MoCo-v3)
 BASES = {
     "moco": (ser.Config, None),
     "dino": (dino.Settings, dino.DINO),
@@ -36,10 +36,10 @@ BASES = {
 
 @dataclasses.dataclass(frozen=True)
 class AddOnSettings:
-    """What all four set otherwise than their base method, or beside it. `settings_on` puts it in
-    front of the settings of a base method, which is what super() means below. Each of the four adds
-    a `weight`. Choice: one for every base method, although L_inv at chance, 2048 images, is 6.1 for
-    moco, 11.1 for dino and 1.0 for barlow."""
+    """What all four add to the settings of their base method, or replace there. `settings_on` mixes
+    it in before those, so that super() is the base's. Each of the four adds a `weight`."""
+    # Choice: the same weight for every base method, although L_inv at chance, with 2048 images, is
+    # 6.1 for moco, 11.1 for dino and 1.0 for barlow.
     layer: int = setting(12, 1, INF, "L_eq is on the [CLS] after this block (paper: 12 or 3)")
     ratio: float = setting(0.0, 0, 1, "0: no b2, T for every image")
     # Choice: 0 also with --layer 3, as in the release's AugSelf: the early [CLS] has to exist.
@@ -49,7 +49,7 @@ class AddOnSettings:
     blur: tuple[float, ...] = setting((1.0, 0.1), 0, 1, "probability of blur, views 1 and 2")
     solarize: tuple[float, ...] = setting((0.0, 0.2), 0, 1, "that of solarization, views 1 and 2")
     drawn: ClassVar[dict[str, Any]] = dict(ratio=0.0, cls_layer=0, layer=4)
-    # Flags that only SER reads: refused.
+    # Flags that only SER reads: refused unless at their defaults.
     unused: ClassVar[tuple[str, ...]] = ("ratio", "equiv_layers", "group", "temperature")
 
     @property
@@ -60,7 +60,7 @@ class AddOnSettings:
                 second._replace(blur=self.blur[1], solarize=self.solarize[1]))
 
 def settings_on(name: str, own: type) -> type:
-    """The settings of an add-on on a base method: all fields; `own` ones replace the base's."""
+    """The settings of an add-on on a base method: the base's, joined or replaced by `own`."""
     of_base = BASES[name][0]
     small = of_base.drawn | own.drawn
     del small["equiv_layers"]     # of `unused`: base_method refuses all but the default
@@ -69,7 +69,7 @@ def settings_on(name: str, own: type) -> type:
     class Settings(own, of_base):
         base: str = setting(name, 0, 0, f"base method: {' '.join(BASES)}")
         drawn: ClassVar[dict[str, Any]] = small
-        # The fields that do not follow those of a base run (paper/experiments/decoupling.py).
+        # Those that paper/experiments/decoupling.py does not take over from a run of the base.
         added: ClassVar[tuple[str, ...]] = tuple(field.name for field in dataclasses.fields(own))
 
     Settings.__doc__ = own.__doc__
@@ -77,9 +77,9 @@ def settings_on(name: str, own: type) -> type:
     return Settings
 
 def base_method(cfg: Any, method: Callable[[ViT, Any], nn.Module] | None = None) -> nn.Module:
-    """The base method of cfg, or what `method` makes in its place. Raises UserError for a base that
-    is none, for settings that only SER reads, and for a layer without [CLS]."""
-    # The second: settings made for another base, as those of moco with base="dino".
+    """The base method of cfg, or what `method` makes in its place. Raises UserError for an unknown
+    base, for settings that only SER reads, and for a layer without [CLS]."""
+    # isinstance: cfg may be made for another base, as settings of moco with base="dino".
     require(cfg.base in BASES and isinstance(cfg, BASES[cfg.base][0]),
             f"--base {cfg.base}: choose among {' '.join(BASES)}")
     for field in dataclasses.fields(cfg):
@@ -138,8 +138,8 @@ class AddOn(nn.Module):
         return losses | self.base.diagnostics | found
 
 def perceptron(*widths: int, bias: bool) -> nn.Sequential:
-    """A head of AugSelf and STL: linear layers without biases, each followed by BatchNorm and ReLU.
-    The last one has a bias if `bias`, and, unlike in ser.mlp, nothing follows it."""
+    """A head of AugSelf and STL: linear layers with BatchNorm and ReLU between them. Only the last
+    one may have a bias; unlike in ser.mlp, nothing follows it."""
     parts: list[nn.Module] = []
     fan_in = widths[0]
     for fan_out in widths[1:-1]:
@@ -151,7 +151,8 @@ def both_ways(a: Tensor, b: Tensor, temperature: float) -> tuple[Tensor, Tensor]
     """InfoNCE from a to b and back, (n, K) on each of R ranks: the sum, which is 4 temperature
     ln(R n) at chance, and the share of the rows of a that find their own row of b."""
     # Choice: keys carry gradient, those of other ranks too, as in STL's single process. In the
-    # release keys carry none, and in EquiMod's code only those of the own rank do.
+    # release keys carry none, so that its L_eq pulls about half as hard at the same weight, and in
+    # EquiMod's code only those of the own rank do.
     forth, top1 = info_nce(a, b, temperature)
     back, _ = info_nce(b, a, temperature)
     return forth + back, top1

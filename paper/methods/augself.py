@@ -15,15 +15,14 @@
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
     ... --blur 0.5 0.5 --solarize 0 0 --saturation 0.4        T of the release's AugSelf
-    ... --tasks rotation --weight 0.3 --blur 0.5 0.5 --solarize 0 0 --saturation 0.4
-                                                              the release's variant, turned views
+    ... the same and --tasks rotation --weight 0.3            its variant with turned views
     python eval_linear.py --checkpoint runs/augself/last.pt --data /imagenet
 
 Its own paper has ResNets and, with MoCo-v2, f_2 from the momentum branch, without gradient. Here
 both features are online, as in its SimSiam version and in the release. The table's 43.7 M are with
 one head that the release does not train; the two heads that it trains make 44.2 M. The release's
-script has weight 0.5 at layer 12, tries 0.5, 0.3, 0.1 and 0.03 at layer 3, and 0.05 to 3 with
-turned views; which one gave 68.23 it does not say.
+script has weight 0.5 at layer 12, tries 0.5, 0.3, 0.1 and 0.03 at layer 3 (which of them gave 68.23
+it does not say), and 0.05 to 3 with turned views.
 """
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class AugSelfSettings(addon.AddOnSettings):
     tasks: tuple[str, ...] = setting(("crop", "color"), 0, 0, f"what to predict: {' '.join(TASKS)}")
     saturation: float = setting(MOCO_SATURATION, TINY, 1,
                                 "largest change of its factor (MoCo-v3: 0.2, release: 0.4)")
-    mirror: str = setting("own", 0, 0, "whose flip mirrors a center: own, or first (official code)")
+    mirror: str = setting("own", 0, 0, "a center is mirrored by the flip of: own, or first view")
     program: ClassVar[str] = "-m paper.methods.augself"
 
     def dataset(self, source: Any) -> RescaledSaturation:
@@ -73,9 +72,10 @@ class RescaledSaturation(ser.Dataset):
 def crops(first: Crop, second: Crop, mirror: str = "own") -> Tensor:
     """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
     shares of the image. A flip mirrors the image, and with it center x."""
-    # Choice: each center is mirrored by the flip of its own view. The official code and the release
-    # mirror both by the first view's (mirror="first"), which gives the displacement as that view
-    # shows it; exchanging the views then does not negate it.
+    # Choice: each center is mirrored by the flip of its own view, so that equal views give 0 and
+    # exchanging the views negates the target. The official code and the release mirror both by the
+    # first view's (mirror="first"): then it is the displacement that the pair shows, also where one
+    # view alone is flipped and `own` asks for the sum of two places.
     flip = first.flip if mirror == "first" else second.flip
     return box(first, first.flip) - box(second, flip)
 
@@ -87,7 +87,7 @@ def box(crop: Crop, flip: Tensor) -> Tensor:
     x = torch.where(flip, 1 - x, x)
     return torch.stack([y, x, crop.height, crop.width], dim=1).float()
 
-def colors(first: Jitter, second: Jitter, saturation: float = 0.2) -> Tensor:
+def colors(first: Jitter, second: Jitter, saturation: float = MOCO_SATURATION) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
     ranges = torch.tensor([0.8, 0.8, 2 * saturation, 0.2])     # .6 to 1.4, twice; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
@@ -99,12 +99,13 @@ def factors(jitter: Jitter) -> Tensor:
 
 # A view is turned 0 times with probability 0.625 and 1, 2 or 3 times with 0.125 each. So two views
 # differ by 0 with 0.625^2 + 3 * 0.125^2 and by 1, 2, 3 with 0.1875 each; chance is the entropy.
-ROTATION_TOP1 = 0.4375
-ROTATION_CHANCE = -ROTATION_TOP1 * math.log(ROTATION_TOP1) - 0.5625 * math.log(0.1875)
+ROTATION_TOP1_CHANCE = 0.4375
+ROTATION_CHANCE = -ROTATION_TOP1_CHANCE * math.log(ROTATION_TOP1_CHANCE) - 0.5625 * math.log(0.1875)
 
 def turn(view: View) -> View:
-    """The view with half of its images turned by 0 to 3 quarter turns, and its geometry, on a grid
-    of pixels. The draws repeat in a resumed run: ser.train seeds torch for every step and rank."""
+    """The view with half of its images turned by 0 to 3 quarter turns, and its geometry, in which
+    a token is a pixel. The draws repeat in a resumed run: ser.train seeds torch for every step and
+    rank."""
     images = view.images[0]
     chosen = torch.rand(len(images)) < 0.5
     turns = torch.randint(4, (len(images),)) * chosen
@@ -124,7 +125,7 @@ class AugSelf(addon.AddOn):
 
     def views(self, batch: Batch) -> list[View]:
         # Choice: the base method, too, sees the turned views, as in the release, which then drops
-        # crop and color. Here they can be predicted beside the turns, as before the turn.
+        # crop and color. Here they may stay, as they were before the turn.
         if "rotation" in self.tasks:
             return [turn(view) for view in batch.views]
         return batch.views
@@ -155,7 +156,7 @@ class AugSelf(addon.AddOn):
                 loss = F.cross_entropy(predicted, target)
                 chance = ROTATION_CHANCE
                 log["rotation_top1"] = (predicted.argmax(1) == target).float().mean()
-                log["rotation_top1_chance"] = ROTATION_TOP1
+                log["rotation_top1_chance"] = ROTATION_TOP1_CHANCE
             else:
                 loss = F.mse_loss(predicted.tanh(), target)
                 chance = target.square().mean()

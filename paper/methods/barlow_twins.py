@@ -14,11 +14,13 @@ another: the cross-correlation of the two views' features over the batch should 
     C     = z1^T z2 / B                                                                     (Eq. 2)
     L_inv = (sum_i (1 - C_ii)^2 + w * sum_{i != j} C_ij^2) / K                              (Eq. 1)
 
-They write lambda for w, and do not divide by K; `BarlowTwins.forward` says why we do.
+They write lambda for w, and do not divide by K (`barlow_loss` does not either);
+`BarlowTwins.forward` says why we do.
 
 Only what is Barlow Twins' own stands here; views, encoder, SER and training are those of ser.py.
-Values are the paper's (tau 0.3 for L_equiv) and, where it is silent, those of the released Barlow
-Twins + SER script. Axes: B images over all ranks, D width of the encoder, K features, R ranks.
+Values are the paper's, else those of the script that its authors released, else Barlow Twins'; the
+help of each says which. Axes: B images over all ranks (in dino.py, of one), D width of the encoder,
+K features, R ranks.
 """
 from __future__ import annotations
 
@@ -36,17 +38,17 @@ from ser import INF, TINY, View, ViT, mlp, setting, warmup_cosine
 # ==== 1. Settings and schedule ====================================================================
 @dataclasses.dataclass(frozen=True)
 class Settings(ser.Common):
-    """What Barlow Twins + SER sets otherwise than MoCo-v3 + SER, and what it has beside."""
+    """The settings that differ from those of MoCo-v3 + SER, and Barlow Twins' own."""
     out: str = setting("runs/barlow", 0, 0, "folder of the run; a run that is there continues")
     # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script
     # has 1.
-    weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper, MoCo-v3: 0.5)")
+    weight: float = setting(0.5, 0, INF, "lambda of L_equiv (paper, MoCo-v3: 0.5); 0: the control")
     temperature: float = setting(0.3, TINY, INF, "tau of L_equiv (paper: 0.3)")
     # Choice: AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS.
     base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
     weight_decay: float = setting(0.1, 0, INF, "of AdamW, on all parameters (release: 0.1)")
-    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient; 0: none (release: 0.3)")
-    hidden: int = setting(8192, 2, INF, "width K of the projector's layers (Barlow Twins: 8192)")
+    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient norm (release: 0.3); 0: no")
+    hidden: int = setting(8192, 2, INF, "width K of the projector, output too (theirs: 8192)")
     off_diagonal: float = setting(0.0051, 0, INF, "w of Eq. 1 (Barlow Twins: 0.0051)")
     drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(hidden=512, base_lr=1e-3, off_diagonal=0.02)
     program: ClassVar[str] = "-m paper.methods.barlow_twins"
@@ -63,10 +65,10 @@ class Settings(ser.Common):
 
 # ==== 2. The loss =================================================================================
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks, with its gradient: what a rank adds enters the loss of every rank, so
-    that its gradient is the sum of theirs. With the mean over ranks that DDP then takes, R ranks
-    equal one process; with the official all_reduce, which passes no gradient, L_inv would weigh R
-    times less."""
+    """The sum over ranks, with its gradient: a rank's summand enters every rank's loss, so its
+    gradient is the sum over ranks. With the mean over ranks that DDP then takes, R ranks equal one
+    process; with the official all_reduce, which does not sum gradients, L_inv would weigh R times
+    less."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ def cross_correlation(z1: Tensor, z2: Tensor) -> Tensor:
     return AllReduce.apply(c) if ranks > 1 else c
 
 def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
-    """K times Eq. 1: (K, K) -> the sum of (1 - C_ii)^2, and off_diagonal times that of C_ij^2,
-    i != j."""
+    """Eq. 1, not divided by K: (K, K) -> sum_i (1 - C_ii)^2 + w * sum_{i != j} C_ij^2, with
+    w = off_diagonal."""
     diagonal = c.diagonal()
     invariance = (1 - diagonal).square().sum()
     redundancy = c.square().sum() - diagonal.square().sum()
@@ -98,7 +100,9 @@ def barlow_loss(c: Tensor, off_diagonal: float) -> Tensor:
 class BarlowTwins(nn.Module):
     """Barlow Twins as a base method of SER (ser.py, section 5); b1 and b2 make one batch, and there
     is no second network."""
-    # Choice: crops are bilinear, as all of ser.py; Barlow Twins and the release have bicubic ones.
+    # Choice: views and encoder are ser.py's. Crops are bilinear (Barlow Twins and the release:
+    # bicubic), weights of the encoder begin as Xavier's (release: truncated normal), and [CLS] with
+    # a standard deviation of 1e-6 (release: 0.02).
 
     def __init__(self, encoder: ViT, cfg: Settings):
         super().__init__()
@@ -125,10 +129,13 @@ class BarlowTwins(nn.Module):
         self.diagnose(c.detach(), ser.ranks_and_rank()[0] * len(z1))
         # Choice: divided by K. The sum over K features outweighs L_equiv by far, and the more the
         # larger K is. Norm of lambda dL_equiv / norm of dL_inv, at the parameters up to the layer
-        # of L_equiv, at the start (ViT-S and 32 photographs; the small ViT and 128 drawn images):
-        #     MoCo-v3 0.66, 0.61;   Eq. 1 as it is 0.0002, 0.0014;   divided by K 1.4, 0.74
-        # so that lambda means what it means with MoCo-v3, at any K and any number of ranks. The
-        # official code divides too, without saying so: by R, as its all_reduce has no gradient.
+        # of L_equiv, at the start:
+        #                         ViT-S, 32 photographs   small ViT, 128 drawn images
+        #     MoCo-v3             0.66                    0.61
+        #     a sum over K        0.0002                  0.0014
+        #     divided by K        1.4                     0.74
+        # so that lambda means about what it means with MoCo-v3, at any K and number of ranks. The
+        # official code divides too, without saying so: by R, as its all_reduce sums no gradients.
         return loss / len(c)
 
     def diagnose(self, c: Tensor, images: int) -> None:

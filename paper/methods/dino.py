@@ -12,7 +12,7 @@ view; the teacher is a moving average of the student (Caron et al. 2021; the equ
 Algorithm 1 below are theirs):
 
     P_s(x) = softmax(g_s(x) / tau_s)           the student's distribution                   (Eq. 1)
-    P_t(x) = softmax((g_t(x) - c) / tau_t)     the teacher's, centered, without gradient
+    P_t(x) = softmax((g_t(x) - c) / tau_t)     the teacher's, with the center c; no gradient
     H(a, b) = -sum_k a_k log b_k               cross-entropy                                (Eq. 2)
     L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2                         (Algorithm 1)
     c     <- m c + (1 - m) mean of g_t(x) over images and views   the center                (Eq. 4)
@@ -49,14 +49,14 @@ from ser import INF, TINY, View, ViT, move_towards, setting, warmup_cosine
 class Settings(ser.Common):
     """The settings of DINO + SER that differ from those of MoCo-v3 + SER, and DINO's own."""
     out: str = setting("runs/dino", 0, 0, "folder of the run; a run that is there continues")
-    weight: float = setting(0.3, 0, INF, "lambda of L_equiv; 0: the control (release: 0.3)")
+    weight: float = setting(0.3, 0, INF, "lambda of L_equiv (release: 0.3); 0: the control")
     temperature: float = setting(0.5, TINY, INF, "tau of L_equiv (paper: 0.5 with DINO)")
     crop_min: float = setting(0.25, TINY, 1, "least area of a crop, share of image (release: 0.25)")
     base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
     final_lr: float = setting(1e-5, 0, INF, "learning rate at the end, not scaled (release: 1e-5)")
     weight_decay: float = setting(0.04, 0, INF, "weight decay at the start (DINO: 0.04)")
     final_weight_decay: float = setting(0.4, 0, INF, "weight decay at the end (DINO: 0.4)")
-    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient norm; 0: none (release)")
+    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient norm (release: 0.3); 0: no")
     drop_path: float = setting(0.1, 0, 0.99, "stochastic depth: rate in the last block (DINO: 0.1)")
     hidden: int = setting(2048, 1, INF, "hidden width of the head (DINO: 2048)")
     outputs: int = setting(65536, 2, INF, "outputs K of the head (DINO: 65536)")
@@ -64,9 +64,9 @@ class Settings(ser.Common):
     first_teacher_temp: float = setting(0.04, TINY, INF, "tau_t at the start (release: 0.04)")
     teacher_temp: float = setting(0.07, TINY, INF, "tau_t after its rise (release: 0.07)")
     teacher_temp_epochs: float = setting(10.0, 0, INF, "epochs in which tau_t rises (release: 10)")
-    momentum: float = setting(0.982, 0, 1, "teacher's momentum at first, rising to 1 (release)")
+    momentum: float = setting(0.982, 0, 1, "teacher's first momentum, rising to 1 (release: 0.982)")
     center_momentum: float = setting(0.9, 0, 1, "momentum m of the center (DINO: 0.9)")
-    freeze_epochs: float = setting(1.0, 0, INF, "first epochs, head's last layer frozen (DINO: 1)")
+    freeze_epochs: float = setting(1.0, 0, INF, "epochs with the last layer frozen (DINO: 1)")
     drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(
         hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0, freeze_epochs=0.25)
     program: ClassVar[str] = "-m paper.methods.dino"
@@ -99,14 +99,14 @@ class Settings(ser.Common):
             else:
                 groups["vectors"].append(p)
         param_groups = [{"kind": kind, "params": params} for kind, params in groups.items()]
-        return torch.optim.AdamW(param_groups, self.lr, **options)
+        return torch.optim.AdamW(param_groups, self.lr, **options)     # decays: in before_step
 
     def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
         """Called between backward pass and step, at a fractional epoch. Sets the learning rate
         (linear warmup, then half a cosine down) and the weight decay (half a cosine up, none for
         vectors), clips the gradient of each parameter on its own, and freezes the last layer."""
         lr = warmup_cosine(epoch, self.warmup, self.epochs, self.lr, self.final_lr)
-        # Without warmup the schedule begins at its `peak`, here its lower end.
+        # Half a cosine from `peak`, here the lower value, to `end`.
         decay = warmup_cosine(epoch, warmup=0, epochs=self.epochs, peak=self.weight_decay,
                               end=self.final_weight_decay)
         for group in optimizer.param_groups:
@@ -121,9 +121,9 @@ class Settings(ser.Common):
 
 # ==== 2. The student's parts: stochastic depth and the head =======================================
 class StochasticBlock(ser.Block):
-    """A copy of `block`, of width `dim`, with stochastic depth (Huang et al. 2016). In training,
-    each branch, attention and MLP, is left out for an image with probability `drop`; for the other
-    images it is divided by 1 - drop, which keeps the mean."""
+    """A copy of `block` (tokens of width `dim`) with stochastic depth (Huang et al. 2016). In
+    training, each branch, attention and MLP, is left out for an image with probability `drop`; for
+    the other images it is divided by 1 - drop, which keeps the mean."""
 
     def __init__(self, block: ser.Block, dim: int, drop: float):
         super().__init__(dim, block.heads)
@@ -151,8 +151,8 @@ class StochasticBlock(ser.Block):
 
 class Head(nn.Module):
     """(B, D) -> (B, K): three linear layers with GELU between them give 256 features, which are
-    brought to length 1; then a linear layer without bias. The K rows of its weight have length 1 at
-    the start, so that each output is then a cosine."""
+    brought to length 1; then a linear layer without bias. The K rows of its weight begin with
+    length 1, so that each output begins as a cosine."""
 
     def __init__(self, dim: int, hidden: int, outputs: int, bottleneck: int = 256):
         super().__init__()
@@ -193,8 +193,8 @@ class DINO(nn.Module):
     """DINO as a base method of SER (ser.py, section 5). g_s is `encoder` followed by `head`; g_t is
     `teacher` followed by `teacher_head`, their moving averages, which see the same images."""
     # Choice: views and encoder are ser.py's. Crops are resized bilinearly (DINO: bicubic), weights
-    # of the encoder begin as Xavier's (DINO: truncated normal), and [CLS] has no position code
-    # (DINO: it has one).
+    # of the encoder begin as Xavier's (DINO and the release: truncated normal), and [CLS] begins
+    # with a standard deviation of 1e-6 (0.02 there) and has no position code (it has one there).
     # Choice: the student's encoder is evaluated, as in the release; DINO evaluates the teacher's.
 
     def __init__(self, encoder: ViT, cfg: Settings):
@@ -208,7 +208,7 @@ class DINO(nn.Module):
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
         # Only the student has stochastic depth, so it gets it after the teacher was copied from it.
         # The rate grows linearly, from 0 in the first block to drop_path in the last.
-        last = max(encoder.depth - 1, 1)     # at least 1: an encoder may have a single block
+        last = max(encoder.depth - 1, 1)     # not 0 for an encoder of one block
         for i in range(encoder.depth):
             drop = cfg.drop_path * i / last
             encoder.blocks[i] = StochasticBlock(encoder.blocks[i], encoder.dim, drop)
@@ -219,8 +219,8 @@ class DINO(nn.Module):
     def update(self, progress: float) -> None:
         """Called before every forward pass, at `progress` in [0, 1): moves the teacher towards the
         student, with a momentum that rises to 1 on half a cosine, and sets tau_t, which rises
-        linearly. Algorithm 1 moves the teacher at the end of a step, which is before the next one;
-        in the first step, where both are equal, nothing moves."""
+        linearly. Algorithm 1 moves the teacher after a step. Before the next is the same, but for a
+        momentum that is one step ahead; before the first, both are equal and nothing moves."""
         momentum = warmup_cosine(progress, warmup=0, epochs=1, peak=self.cfg.momentum, end=1.0)
         move_towards(self.teacher, self.encoder, momentum)
         move_towards(self.teacher_head, self.head, momentum)
@@ -236,7 +236,7 @@ class DINO(nn.Module):
         """Algorithm 1: L_inv, a scalar. views: the two views, whose images the teacher encodes
         here. cls: the final [CLS] (B, D) of each view by the student, whose encoder SER has run
         already."""
-        s1 = self.head(cls[0])                                   # (B, K), as s2, t1, t2
+        s1 = self.head(cls[0])                                   # (B, K), and so are s2, t1, t2
         s2 = self.head(cls[1])
         t1 = self.teach(views[0])
         t2 = self.teach(views[1])
@@ -265,15 +265,15 @@ class DINO(nn.Module):
     @torch.no_grad()
     def diagnose(self, targets: Tensor) -> None:
         """Measure, for the log, how the teacher uses its outputs over all images, from the targets
-        (2B, K) of both views. teacher_entropy is that of their mean: 0 if all images get the same
-        output, ln K if all outputs are used alike. ln K is wanted, but not if inv too stays at its
-        inv_chance, ln K: then the targets of every single image may be uniform."""
+        (2B, K) of both views. teacher_entropy is that of their mean: 0 if all images get one
+        output for certain, ln K if all outputs are used alike. That is good, unless inv stays at
+        its chance, ln K, too: then the target of every single image may be uniform."""
         used = mean_over_ranks(targets.mean(dim=0))
         self.diagnostics["teacher_entropy"] = torch.special.entr(used).sum()
         self.diagnostics["inv_chance"] = math.log(self.cfg.outputs)
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """The mean over all ranks of x, without gradient. With several ranks x is overwritten."""
+    """The mean over all ranks of x, without gradient. It may overwrite x, a temporary value."""
     ranks, _ = ser.ranks_and_rank()
     if ranks > 1:
         dist.all_reduce(x)

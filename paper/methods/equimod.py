@@ -9,7 +9,7 @@
     p_v = action(18 parameters of view v's augmentation)
     yhat_v = predict([y_0 | p_v])                                           v = 1, 2
     y = [y_1; y_2], yhat = [yhat_1; yhat_2]
-    L_eq = (InfoNCE(y -> yhat) + InfoNCE(yhat -> y)) / 2                    each 2T * cross-entropy
+    L_eq = (InfoNCE(y -> yhat) + InfoNCE(yhat -> y)) / 2                  each 2 tau * cross-entropy
     loss = L_inv + L_eq
 
     python -m paper.methods.equimod                           drawn images, on a CPU
@@ -58,16 +58,16 @@ class EquiModSettings(addon.AddOnSettings):
 # that fit no probability. A linear layer and BatchNorm follow, so this, and another T, change only
 # what each parameter weighs at the beginning.
 PARAMETERS = {
-    # Choice: in shares of the image; theirs are in pixels of the file. Measured on images of 500 x
-    # 375 pixels; all the others are in closed form.
+    # Choice: in shares of the image; theirs are in pixels of the file. These four are measured on
+    # images of 500 x 375 pixels, the rest is exact.
     "top": (0.140, 0.136),
     "left": (0.218, 0.161),
     "height": (0.720, 0.187),
     "width": (0.563, 0.173),
     "flip": (0.5, 0.5),
     "jittered": (0.8, 0.4),
-    # Which operation comes first (0 brightness, 1 contrast, 2 saturation, 3 hue), each equally
-    # often, or 0 without jitter, whose order is 0 1 2 3; which comes second; and so on.
+    # The number of the first, second, ... operation (0 brightness, 1 contrast, 2 saturation, 3
+    # hue): every order equally often, but 0 1 2 3 without jitter.
     "first": (1.2, math.sqrt(1.36)),
     "second": (1.4, math.sqrt(1.04)),
     "third": (1.6, math.sqrt(1.04)),
@@ -86,7 +86,7 @@ def parameters(view: View) -> Tensor:
     """What T did to the images of a view, standardised, (B, 18) in the order of PARAMETERS."""
     crop = view.crop
     jitter = view.jitter
-    jittered = torch.zeros_like(jitter.gray)     # one of four factors is not the default
+    jittered = torch.zeros_like(jitter.gray)     # True where any factor is not the default
     for name in ("brightness", "contrast", "saturation", "hue"):
         jittered |= getattr(jitter, name) != getattr(Jitter(), name)
     places = dict(zip(("first", "second", "third", "fourth"), jitter.order.unbind(1)))
@@ -104,7 +104,7 @@ class EquiMod(addon.AddOn):
         dim = base.encoder.dim
         project = mlp(dim, dim, dim, 128)
         action = nn.Sequential(nn.Linear(18, 128, bias=False), nn.BatchNorm1d(128))
-        # Paper (EquiMod): linear by design, so that the action does the work, not a deep predictor.
+        # EquiMod's paper: linear by design, so that the action does the work, not a deep predictor.
         predict = mlp(256, 128)
         super().__init__(base, cfg, dict(project=project, action=action, predict=predict))
         self.temperature = cfg.temperature

@@ -19,8 +19,8 @@
 `--mode inv` is the release's control: the turned crops are further queries of MoCo-v3's loss, and
 nothing is asked about their turns. Neither paper nor release tells which of the two gave 70.6.
 # Choice: the four turns of one crop are the paper's "4 local views", as in E-SSL and the release.
-Its own paper has SimCLR, SimSiam and Barlow Twins with a ResNet-50 and weights of 0.4, 0.08 and 8,
-each beside an L_inv of its own scale; MoCo-v3's is 4T = 0.8 times SimCLR's mean cross-entropy.
+Its own paper has SimCLR, SimSiam and Barlow Twins with a ResNet-50 and weights of 0.4, 0.08 and 8.
+(MoCo-v3's L_inv is 4 tau = 0.8 times SimCLR's mean cross-entropy.)
 """
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ESSLSettings(addon.AddOnSettings):
     """Base method + E-SSL."""
     out: str = setting("runs/essl", 0, 0, "folder of the run; a run that is there continues")
     # Choice: the default of the release, which publishes no command.
-    weight: float = setting(1.0, 0, INF, "lambda of L_eq (release: 1)")
-    # Choice: essl, by the name of the row.
+    weight: float = setting(1.0, 0, INF, "of L_eq, with inv of its 8 terms (release: 1)")
+    # Choice: essl, as the row is named.
     mode: str = setting("essl", 0, 0, "essl: predict the turns; inv: contrast the turned crops")
     local_size: int = setting(96, 1, INF, "side of the small crop, pixels (E-SSL: 96)")
     local_min: float = setting(0.05, TINY, 1, "least area of the small crop, share (E-SSL: 0.05)")
@@ -98,10 +98,11 @@ class ESSL(TurnedCrops):
     def equivariance_loss(self, features: list[Tensor],
                           views: list[View]) -> tuple[Tensor, dict[str, Any]]:
         """Cross-entropy of the four answers, ln 4 at chance."""
-        said = self.heads["turns"](torch.cat(features[2:])).float()     # (4B, 4), of the turns
-        k = torch.arange(4, device=said.device).repeat_interleave(len(features[0]))
-        top1 = (said.argmax(1) == k).float().mean()
-        return F.cross_entropy(said, k), {
+        said = self.heads["turns"](torch.cat(features[2:])).float()     # (4B, 4)
+        # The rows of all crops that were not turned, then of all that were turned once, ...
+        turns = torch.arange(4, device=said.device).repeat_interleave(len(features[0]))
+        top1 = (said.argmax(1) == turns).float().mean()
+        return F.cross_entropy(said, turns), {
             "equiv_chance": math.log(4), "turns_top1": top1, "turns_top1_chance": 0.25}
 
 class Control(TurnedCrops):
@@ -110,7 +111,7 @@ class Control(TurnedCrops):
 
     def equivariance_loss(self, features: list[Tensor],
                           views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """The sum over turned crops and keys, as in the release, not the mean."""
+        """The sum over turned crops and keys, as in the release, not the mean: 8 terms."""
         total = 0.0
         top1 = 0.0
         for f in features[2:]:
@@ -118,7 +119,7 @@ class Control(TurnedCrops):
             for k in self.base.keys:
                 loss, found = info_nce(q, k, self.base.temperature)
                 total = total + loss
-                top1 = top1 + found / 8
+                top1 = top1 + found / 8     # the mean of 8 terms
         rows = len(features[0]) * ranks_and_rank()[0]
         return total, {"equiv_chance": 16 * self.base.temperature * math.log(rows),
                        "local_top1": top1, "local_top1_chance": 1 / rows}

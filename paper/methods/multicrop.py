@@ -6,7 +6,7 @@
         ... --ratio 0 --cls-layer 0 --out runs/multicrop-plain            MoCo-v3 with 2 + 4 views
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/multicrop/last.pt
 
-Two global views, as MoCo-v3's own, and four local ones, small pictures of small crops (paper A.1):
+Two global views, as MoCo-v3's own, and four local ones, small crops at 96 pixels (paper A.1):
 
     queries   all six views through the online encoder, in one packed pass, whatever their sizes
     keys      the two global views through the momentum encoder: no loss among local views
@@ -14,10 +14,11 @@ Two global views, as MoCo-v3's own, and four local ones, small pictures of small
     L_equiv   on b2, within the global pair and the two local pairs: tokens of a pair are compared
               with each other, and with the tokens of other images in that pair
 
-A view of b2 is the whole image at the size of the view, with a g of its own; a local one has a grid
-of about 6 x 6 tokens. The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of
-two views, and the momentum encoder no more than before: what that costs on a clock, packed or with
-a pass for each resolution, `python -m paper.experiments.overhead --rows packed` measures.
+# Choice: a view of b2 is the whole image at the size of the view, with a g of its own, as 3.2 says;
+a local one has a grid of about 6 x 6 tokens. The release moves one crop of 5% to 25% instead.
+The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of
+two views, and the momentum encoder no more than before; `paper.experiments.overhead --rows packed`
+measures its time, packed and with a pass for each resolution.
 
 What is MoCo-v3's and SER's stands in ser.py; here are the views and who is compared with whom.
 Axes: B images, D width of the encoder, K projection.
@@ -38,9 +39,9 @@ class Settings(ser.Config):
     """The settings of MoCo-v3 + SER, and those of the local views."""
     out: str = setting("runs/multicrop", 0, 0, "folder of the run; a run that is there continues")
     local_pairs: int = setting(2, 0, INF, "pairs of local views (paper: 2, so 2 + 4 views)")
-    local_size: int = setting(96, 2, INF, "side of a local view, pixels (paper: 96)")
-    # Choice: crops of 5% to 25% and blur with probability 0.5 are those of DINO's ViT-S, as in the
-    # release, which leaves grayscale out of local views; the paper keeps all operations (3.2).
+    local_size: int = setting(96, 2, INF, "side of a local view, pixels (release, DINO: 96)")
+    # Choice: crops of 5% to 25% and blur with probability 0.5, as DINO's ViT-S and the release. The
+    # release drops grayscale in local views; here it stays (3.2).
     local_crop_min: float = setting(0.05, TINY, 1, "least area of a local crop (DINO: 0.05)")
     local_crop_max: float = setting(0.25, TINY, 1, "largest area of a local crop (DINO: 0.25)")
     drawn: ClassVar[dict[str, Any]] = ser.Config.drawn | dict(
@@ -63,8 +64,8 @@ class MultiCrop(MoCoV3):
         views: the global two first; their images make the keys. cls: [CLS] (B, D) of every view, by
         the online encoder.
         """
-        # Choice: the terms are added, not averaged, as in the release. With two views that is
-        # MoCo-v3; with 2 + 4, ten terms stand beside three of L_equiv, in place of two beside one.
+        # Choice: the terms are added, not averaged, and so are the three of L_equiv, as in the
+        # release. With two views that is MoCo-v3, two terms beside one; here ten beside three.
         keys = [self.key(view) for view in views[:2]]                             # (B, K) each
         loss = 0.0
         chance = 0.0
@@ -87,7 +88,7 @@ def method(encoder: ViT, cfg: Settings) -> MultiCrop:
 
 def build(cfg: Settings) -> ser.SER:
     """The model of a run: SER with L_equiv within each pair of neighbouring views. Raises UserError
-    for local views that do not fit the patches or that have no area."""
+    for local views that do not fit the patches, or whose least area is above the largest."""
     fit = math.ceil(cfg.local_size / cfg.patch_size) * cfg.patch_size
     ser.require(cfg.local_size == fit, f"--local-size {cfg.local_size} is no multiple of "
                 f"--patch-size {cfg.patch_size}: try {fit}")

@@ -5,9 +5,9 @@
     + STL        62.2  65.49 / 85.91  15.40 / 28.96  55.43 / 78.02  17.22 / 28.49  -
     Not decoupled in the paper; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
-    images 2i and 2i + 1 share, view by view, crop, colour jitter and grayscale: (t1, t2)
+    partners, images 2i and 2i + 1, share, view by view, crop, colour jitter, grayscale: (t1, t2)
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
-    yhat_1, yhat_2 = W(the other image's t21) f_2, W(the other image's t12) f_1
+    yhat_1, yhat_2 = W(its partner's t21) f_2, W(its partner's t12) f_1
     L_eq = InfoNCE(both ways) between embed([f_1; f_2]) and embed([yhat_1; yhat_2])
     L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of the images 2i and of the 2i + 1
     loss = L_inv + L_eq + 0.1 * L_tr
@@ -52,13 +52,13 @@ class STLSettings(addon.AddOnSettings):
 
 class Pairs(ser.Dataset):
     """The two images of a pair share crop, colour jitter and grayscale, view by view."""
-    square = torch.empty(3, 224, 224, device="meta")     # a shape; any square: Crop is in shares
+    square = torch.empty(3, 224, 224, device="meta")     # any square will do, as Crop is in shares
 
     def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
         """Flip, blur and solarization are the image's own. The rest is the pair's, seeded by its
-        first image, key.partner, and drawn on a square, so that images of different shapes are cut
+        even image, key.partner, and drawn on a square, so that images of different shapes are cut
         at the same shares of their sides."""
-        # Choice: solarization, which STL's own T does not have, goes with blur.
+        # Choice: solarization, which STL's own T does not have, is an image's own, like blur.
         shared = super().draw(key._replace(index=key.partner), self.square)
         draws = []
         for (crop, jitter), (own_crop, own) in zip(shared, super().draw(key, image)):
@@ -95,7 +95,7 @@ class STL(addon.AddOn):
 
     def equivariance_loss(self, features: list[Tensor],
                           views: list[View]) -> tuple[Tensor, dict[str, Any]]:
-        """L_eq + trans_weight * L_tr; at chance 4T (ln(2 R B) + trans_weight * ln(R B))."""
+        """L_eq + trans_weight * L_tr; at chance 4 tau (ln(2 R B) + trans_weight * ln(R B))."""
         f1, f2 = features
         read = self.heads["read"]
         embed = self.heads["embed"]

@@ -172,7 +172,7 @@ def test_rotations_chance_is_that_of_its_draws():
     difference = [0.0, 0.0, 0.0, 0.0]
     for a, b in itertools.product(range(4), range(4)):
         difference[(a - b) % 4] += p[a] * p[b]
-    assert augself.ROTATION_TOP1 == pytest.approx(difference[0])
+    assert augself.ROTATION_TOP1_CHANCE == pytest.approx(difference[0])
     entropy = -sum(q * math.log(q) for q in difference)
     assert augself.ROTATION_CHANCE == pytest.approx(entropy)
     torch.manual_seed(0)
