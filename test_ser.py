@@ -1403,15 +1403,25 @@ def rank_main(rank, ranks, folder):
 def check_same_displacement(ours, theirs, start, names=()):
     """Two states have gone the same way from a start, in the weights of these names, or all that
     are trained. AdamW divides a gradient by its size, so that rounding shows where there is nearly
-    none: the way is compared as one vector, and must agree to a hundredth."""
+    none: the way is compared as one vector, and must agree to a hundredth; that of the encoder, a
+    small part of it, once more alone. Left out are the biases on which nothing depends: of the
+    keys, which softmax ignores, and of the last LayerNorm, where BatchNorm follows."""
     begin = start.state_dict()
-    way = []
-    gap = []
+    ways = {"all": [], "encoder": []}
+    gaps = {"all": [], "encoder": []}
     for name in names or trained(start):
-        way.append((theirs[name] - begin[name]).flatten())
-        gap.append((theirs[name] - ours[name]).flatten())
-    assert torch.cat(way).norm() > 0.1
-    assert torch.cat(gap).norm() < 0.01 * torch.cat(way).norm()
+        way = theirs[name] - begin[name]
+        gap = theirs[name] - ours[name]
+        if name.endswith("encoder.norm.bias"):
+            continue
+        if name.endswith("qkv.bias"):     # queries and values alone
+            way, gap = (x.unflatten(0, (3, -1))[[0, 2]] for x in (way, gap))
+        for part in ("all", "encoder") if "encoder." in name else ("all",):
+            ways[part].append(way.flatten())
+            gaps[part].append(gap.flatten())
+    for part in ways:
+        way = torch.cat(ways[part]).norm()
+        assert way > 0.1 and torch.cat(gaps[part]).norm() < 0.01 * way, part
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_equal_one_process(ranks, folder, tmp_path):
@@ -1430,10 +1440,10 @@ def test_ranks_equal_one_process(ranks, folder, tmp_path):
             close(torch.cat([f[key][1][i] for f in found]) / ranks, gradient, 1e-6)
     for name in ("loss", "inv", "equiv", "inv_chance", "equiv_chance"):
         close(sum(f["ser"][name] for f in found) / ranks, one["ser"][name])
-    scale = max(g.abs().max() for g in one["gradients"].values())
     for name, gradient in one["gradients"].items():
         for f in found:
-            assert (f["gradients"][name] - gradient).abs().max() < 1e-5 * scale, name
+            error = (f["gradients"][name] - gradient).abs().max()
+            assert error < 1e-4 * gradient.abs().max(), name
     if ranks == 2:
         for f in found:
             assert all("differ" in error for error in f["unequal"]), f["unequal"]
@@ -2489,8 +2499,14 @@ def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(tm
                "--max_restarts=3", str(tmp_path / "dying.py"), str(HERE / "ser.py"),
                *flags(**settings)]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, **pipes) as torchrun:
+        try:
+            run_ranks(undisturbed, 2, tmp_path)     # meanwhile
+            said, errors = torchrun.communicate(timeout=200)
+        finally:
+            torchrun.kill()
+    assert torchrun.returncode == 0, errors
     found = records(tmp_path / "killed")
     begins = [record for record in found if "start" in record]
     assert [record["start"] for record in begins] == [0, 4]
@@ -2499,8 +2515,7 @@ def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(tm
         assert str(setting["images"]).startswith("4096")
     assert found[1]["step"] == 1 and found[1]["inv_chance"] == pytest.approx(4 * 0.2 * math.log(64))
     assert {"loss", "inv", "equiv", "patch_top1", "grad_equiv", "lr", "momentum"} <= set(found[1])
-    assert done.stdout.count("eval_linear.py --checkpoint") == 1
-    run_ranks(undisturbed, 2, tmp_path)
+    assert said.count("eval_linear.py --checkpoint") == 1
     assert last_state(tmp_path / "killed")["step"] == 10
     assert same_run(tmp_path / "killed", tmp_path / "whole")
     assert list(steps(tmp_path / "killed")) == list(range(1, 11))
@@ -2650,14 +2665,19 @@ TINY_VIT = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer
 def eval_checkpoint(folder, **changes):
     """The checkpoint of a tiny encoder, as ser.py writes it; random_init gives other weights."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "last.pt").write_bytes(eval_checkpoint_bytes(**changes))
+    return folder / "last.pt"
+
+@functools.cache
+def eval_checkpoint_bytes(**changes):
     cfg = Config(**TINY_VIT | dict(moco_hidden=8, equiv_layers=(1,)) | changes)
     model = ser.build(cfg)
     for p in model.base.encoder.parameters():
         p.data.mul_(1.5)
-    ser.save_whole(folder / "last.pt", dict(
-        step=7, program="ser.py", config=vars(cfg), images="24, 0",
-        shape=model.base.encoder.shape, model=model.state_dict(), optimizer={}))
-    return folder / "last.pt"
+    file = io.BytesIO()
+    torch.save(dict(step=7, program="ser.py", config=vars(cfg), images="24, 0", optimizer={},
+                    shape=model.base.encoder.shape, model=model.state_dict()), file)
+    return file.getvalue()
 
 def eval_tree(root, train=11, val=5, classes=3, prefix="class"):
     """root/train/CLASS/*.png and root/val/CLASS/*.png of drawn textures, 24 x 30 pixels."""
@@ -2765,7 +2785,7 @@ def plain_knn(train, labels, test, truth, k):
     """The share of right votes, by a loop over test images and their neighbours."""
     right = 0
     for x, y in zip(test, truth.tolist()):
-        cosines = [F.cosine_similarity(x, t, dim=0).item() for t in train]
+        cosines = F.cosine_similarity(x[None], train).tolist()
         near = sorted(zip(cosines, labels.tolist()))[-k:]
         votes = {}
         for s, c in near:
@@ -3426,8 +3446,12 @@ def test_a_broken_image_of_an_interrupted_training_is_still_named(tmp_path, monk
     broken = tree / "train" / "class1" / "999.png"
     broken.write_bytes(b"no image")
     cfg = eval_settings(tree, eval_checkpoint(tmp_path / "run"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eval_linear, "accuracy", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(eval_linear, "accuracy", interrupted)
         evaluate(cfg)
     assert evaluate(cfg)["broken"] == {"train": [str(broken)]}
 
@@ -3676,12 +3700,21 @@ def test_the_table_shows_notes_and_the_end_of_the_sweep():
         linear = {"rates": [*rates, middle], "best": best, "chosen_on": "val"}
         assert ("end of the sweep" in eval_linear.table(result | {"linear": linear})) == ends
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path):
-    """A kill, or what JSON cannot hold, leaves the old result."""
+def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A kill in the middle, or what JSON cannot hold, leaves the old result."""
     path = tmp_path / "eval.json"
     eval_linear.write_json(path, {"a": (1, 2)})
-    with contextlib.suppress(TypeError):
+    with pytest.raises(TypeError):
         eval_linear.write_json(path, {"a": torch.zeros(1)})
+    write = Path.write_text
+
+    def killed(path, text):
+        write(path, text[:len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        eval_linear.write_json(path, {"b": (3, 4)})
     assert json.loads(path.read_text()) == {"a": [1, 2]}
 
 # ==== 12. README.md ===============================================================================
@@ -3691,8 +3724,13 @@ def readme_blocks(language, name="README.md"):
     return re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.M | re.S)
 
 def readme_commands(program, name="README.md"):
-    """(ranks, words) of every command of README.md that runs what the pattern `program` says."""
+    """(ranks, words) of every command of README.md that runs what the pattern `program` says: in
+    blocks, and in the text where it has a flag, there often without its "python"."""
     lines = "".join(readme_blocks(r"\w*", name)).replace("\\\n", " ").splitlines()
+    text = re.sub(r"^ *```.*?^ *```", "", (HERE / name).read_text(), flags=re.M | re.S)
+    for span in re.findall(r"`([^`]+ --[^`]+)`", text):
+        if "..." not in span and "--help" not in span:
+            lines.append("python " + " ".join(span.split()).removeprefix("python "))
     pattern = rf"\b(?:python3?|torchrun)\b([^#;|&>`]*?)(?<!\w){program}([^#;|&>`]*)"
     found = []
     for line in lines:
@@ -3721,7 +3759,9 @@ def test_every_command_that_runs_a_script_of_paper_parses_and_is_within_range(na
     """python -m paper...: by the parser or the settings of its module."""
     if not (HERE / name).exists():
         pytest.skip(f"no {name} here")
-    for ranks, argv in readme_commands(r"-m(?= paper)", name):
+    commands = readme_commands(r"-m(?= paper)", name)
+    assert len(commands) >= (20 if name.startswith("paper") else 2)
+    for ranks, argv in commands:
         module = importlib.import_module(argv[0])
         if hasattr(module, "parse"):
             module.parse(argv[1:])

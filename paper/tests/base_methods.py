@@ -111,14 +111,13 @@ def check_ranks(script, small, rank_main, folder):
     found = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
     one = one_step(script, small)
     close((found[0]["loss"] + found[1]["loss"]) / 2, one["loss"])
-    largest = max(gradient.abs().max() for gradient in one["gradients"].values())
     for rank in found:
         assert rank["inv_chance"] == pytest.approx(one["inv_chance"])
         for name, wanted in one["buffers"].items():
             close(rank["buffers"][name], wanted)
         for name, wanted in one["gradients"].items():
             error = (rank["gradients"][name] - wanted).abs().max()
-            assert error < 1e-5 * largest, name
+            assert error < 1e-4 * wanted.abs().max(), name
 
 # ==== Runs from the command line ==================================================================
 def whole_run(script, small, out):
@@ -157,10 +156,14 @@ def check_resume(script, settings, tmp_path):
     assert names <= set(rows[0])
 
 def check_evaluates(settings, tmp_path, capsys):
-    """eval_linear.py reads the encoder as it reads ser.py's own, knowing nothing of the method."""
+    """eval_linear.py reads the encoder as it reads ser.py's own, knowing nothing of the method; an
+    eighth of the drawn images shows it."""
     path = Path(settings["out"], "last.pt")
     argv = ["--checkpoint", str(path), "--knn", "--out", str(tmp_path / "eval.json")]
-    assert eval_linear.main(argv) == 0
+    draw = ser.draw_images
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ser, "draw_images", lambda n, size, seed: draw(n // 8, size, seed))
+        assert eval_linear.main(argv) == 0
     assert "20-NN" in capsys.readouterr().out
     encoder = ser.load_encoder(path)
     assert all(type(block) is ser.Block for block in encoder.blocks)

@@ -1,4 +1,6 @@
 """What the tests of several scripts share."""
+import functools
+
 import pytest
 from torchvision.utils import save_image
 
@@ -7,6 +9,13 @@ import ser
 def pytest_configure(config):
     """Ignore that torchvision's decoders will go, as ser.py does: pytest undoes its filter."""
     config.addinivalue_line("filterwarnings", "ignore:The image decoding and encoding")
+
+@pytest.fixture(scope="module")
+def drawn_once():
+    """The images that runs without --data train on, drawn once for a file of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ser, "draw_images", functools.cache(ser.draw_images))
+        yield
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

@@ -14,6 +14,7 @@ from paper.tests import base_methods as shared
 from test_ser import close, seeded, value_and_gradients
 from test_ser import signals_stay_pytests     # noqa: F401, a fixture for every test here too
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 SMALL = shared.SMALL | dict(hidden=16, base_lr=1e-2)
 
 def toy(**changes):

@@ -111,7 +111,7 @@ def test_a_comparison_is_a_small_picture_and_its_numbers(tmp_path, capsys):
     class_folders(tmp_path / "photos", 2, 40)
     one = tmp_path / "photos" / "n00" / "000.png"
     a = toy_checkpoint(tmp_path / "control", moco_hidden=16)
-    b = toy_checkpoint(tmp_path / "ser", dino.build, dino.Settings, hidden=16, outputs=8, seed=1)
+    b = toy_checkpoint(tmp_path / "ser", dino.build, dino.Settings, hidden=16, outputs=8, shaken=1)
     given = ["--data", str(tmp_path / "photos"), str(one), "--checkpoint", a, b, "--images", "3",
              "--label", "control", "with SER"]
     assert correspondence.main(given) == 0

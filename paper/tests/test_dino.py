@@ -16,6 +16,7 @@ from paper.tests import base_methods as shared
 from test_ser import close, flags, seeded, value_and_gradients
 from test_ser import signals_stay_pytests     # noqa: F401, a fixture for every test here too
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 SMALL = shared.SMALL | dict(hidden=16, outputs=24, base_lr=1e-2, freeze_epochs=0.1)
 
 def toy(**changes):

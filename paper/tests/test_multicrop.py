@@ -14,6 +14,7 @@ from paper.tests import base_methods as shared
 from test_ser import TOY, close, seeded, shake
 from test_ser import signals_stay_pytests     # noqa: F401, a fixture for every test here too
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
 SMALL = TOY | dict(local_size=8)
 PAIRS = [(0, 1), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)]
 

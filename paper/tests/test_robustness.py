@@ -173,7 +173,7 @@ def test_the_result_of_another_checkpoint_head_or_program_is_not_replaced(
     cfg = settings(checkpoint, c=root)
     evaluate(cfg)
     if other == "checkpoint":
-        toy_checkpoint(Path(checkpoint).parent, seed=1, moco_hidden=16)
+        toy_checkpoint(Path(checkpoint).parent, shaken=1, moco_hidden=16)
         toy_head(checkpoint)
     if other == "head":
         toy_head(checkpoint, seed=5)
@@ -236,8 +236,8 @@ def test_mistakes_are_one_line(checkpoint, tmp_path, capsys):
     pytest.importorskip("av")
     (tmp_path / "empty").mkdir()
     class_folders(tmp_path / "odd" / "snow" / "1", 1, classes=["dog"])
-    other = toy_checkpoint(tmp_path / "other", seed=2, moco_hidden=16)
-    missing = toy_checkpoint(tmp_path / "missing", seed=2, moco_hidden=16)
+    other = toy_checkpoint(tmp_path / "other", shaken=2, moco_hidden=16)
+    missing = toy_checkpoint(tmp_path / "missing", shaken=2, moco_hidden=16)
     head = str(Path(checkpoint).with_name("eval-head.pt"))
     for given, words in (
             (["--checkpoint", checkpoint], "--c or --p"),

@@ -92,10 +92,10 @@ def test_the_regrouped_product_equals_bmm_with_each_images_matrix():
         close(a, b, 1e-10)
 
 def test_the_images_matrices_are_never_stored():
-    """Nothing of B x D x D numbers is kept for the backward pass, nor made in the forward one."""
-    f = torch.randn(8, 64)
-    t = torch.randn(8, 2)
-    hyper = torch.randn(64 * 64, 2)
+    """Nothing of B x D x D numbers is made, forwards or backwards, nor kept in between."""
+    f = torch.randn(8, 64, requires_grad=True)
+    t = torch.randn(8, 2, requires_grad=True)
+    hyper = torch.randn(64 * 64, 2, requires_grad=True)
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -105,7 +105,8 @@ def test_the_images_matrices_are_never_stored():
             return out
 
     with Watch():
-        stl.move(f, t, hyper)
+        stl.move(f, t, hyper).sum().backward()
+    assert f.grad is not None and hyper.grad is not None
     assert 0 < max(sizes) <= hyper.numel() < 8 * 64 * 64
 
 # ==== Losses ======================================================================================

@@ -1,5 +1,7 @@
 """What the tests of paper/evaluations share: toy checkpoints, heads, and folders of images."""
+import functools
 import hashlib
+import io
 from pathlib import Path
 
 import torch
@@ -13,15 +15,24 @@ SHAPE = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1,
              batch_size=8)
 CLASSES = [f"n{label:02}" for label in range(6)]
 
-def toy_checkpoint(folder, build=ser.build, kind=ser.Config, seed=0, **settings):
-    """A checkpoint such as a run of ser.py, or of another method, writes; random weights."""
-    cfg = kind(**SHAPE | settings)
-    model = shake(build(cfg), seed)
+def toy_checkpoint(folder, build=ser.build, kind=ser.Config, shaken=0, **settings):
+    """A checkpoint such as a run of ser.py, or of another method, writes; random weights, drawn
+    with the seed `shaken` (None: those that a run begins with)."""
     path = Path(folder, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    ser.save_whole(path, dict(step=7, program=cfg.program, shape=model.base.encoder.shape,
-                              config=vars(cfg), images="8", model=model.state_dict(), optimizer={}))
+    path.write_bytes(checkpoint_bytes(build, kind, shaken, **settings))
     return str(path)
+
+@functools.cache
+def checkpoint_bytes(build, kind, shaken, **settings):
+    cfg = kind(**SHAPE | settings)
+    model = build(cfg)
+    if shaken is not None:
+        shake(model, shaken)
+    file = io.BytesIO()
+    torch.save(dict(step=7, program=cfg.program, shape=model.base.encoder.shape, config=vars(cfg),
+                    images="8", model=model.state_dict(), optimizer={}), file)
+    return file.getvalue()
 
 def toy_head(checkpoint, name="eval-head.pt", suffix="", classes=CLASSES, blocks=2, seed=3):
     """A head such as eval_linear.py leaves beside a checkpoint."""
