@@ -1318,6 +1318,19 @@ def started(main, *arguments):
     process.start()
     return process
 
+@pytest.fixture(scope="session", autouse=True)
+def ahead(request, folder, tmp_path_factory):
+    """What takes long while a core is idle begins before the first test here, if its own test is
+    to run: a word of the test's name -> (process, folder)."""
+    begun = {}
+    for word, begin in (("torchrun", begin_torchrun), ("compiler", begin_without_compiler)):
+        if any(word in item.name for item in request.session.items):
+            out = tmp_path_factory.mktemp(word)
+            begun[word] = (begin(folder, out), out)
+    yield begun
+    for process, _ in begun.values():
+        process.kill()
+
 def without_batch_norm(cfg):
     """The model of cfg with random weights, less BatchNorm, whose statistics are a rank's own on
     gloo."""
@@ -2101,23 +2114,30 @@ def run_without_compiler(settings, errors):
     os.environ |= {"PATH": "", "TORCHINDUCTOR_CACHE_DIR": settings["out"] + "/cache"}
     run_main(settings, errors)
 
-@pytest.mark.parametrize("run, change, words", [
-    (run_without_shared_memory, dict(), ["--workers", "/torch_"]),
-    pytest.param(run_without_compiler, dict(compile=()), ["compiler"],
-                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles"))])
-def test_a_machine_that_lacks_something_ends_the_run_with_one_line(
-        run, change, words, folder, tmp_path):
+def begin_without_compiler(folder, out):
+    """A process that trains on such a machine."""
+    settings = TOY | dict(data=folder, out=str(out), workers=2, compile=())
+    return started(run_without_compiler, settings, out / "errors")
+
+def check_ends_with_one_line(process, errors, words):
     """Also with loader processes: no hang, exit code 2, and what is missing."""
-    settings = TOY | dict(data=folder, out=str(tmp_path), workers=2) | change
-    process = started(run, settings, tmp_path / "errors")
     try:
         process.join(100)
         assert process.exitcode == 2
     finally:
         process.kill()
-    errors = (tmp_path / "errors").read_text()
-    line, = own_lines(errors)
-    assert all(word in line for word in words) and "Traceback (most" not in errors
+    line, = own_lines(errors.read_text())
+    assert all(word in line for word in words) and "Traceback (most" not in errors.read_text()
+
+def test_a_machine_without_shared_memory_ends_the_run_with_one_line(folder, tmp_path):
+    settings = TOY | dict(data=folder, out=tmp_path, workers=2)
+    process = started(run_without_shared_memory, settings, tmp_path / "errors")
+    check_ends_with_one_line(process, tmp_path / "errors", ["--workers", "/torch_"])
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles")
+def test_a_machine_without_a_compiler_ends_the_run_with_one_line(ahead):
+    process, out = ahead["compiler"]
+    check_ends_with_one_line(process, out / "errors", ["compiler"])
 
 def test_loader_processes_that_cannot_begin_are_one_line(folder, tmp_path, monkeypatch, capsys):
     """As where shared memory is full from the start, or no further process is allowed."""
@@ -2489,25 +2509,25 @@ def undisturbed(rank, ranks, folder):
     dist.destroy_process_group()
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally
 
-def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(tmp_path):
-    """Two real ranks of ser.py on drawn images, by the elastic recipe of paper/README.md: rank 1 is
-    killed in step 6, rank 0, which saves, cannot go on, and both begin again after step 4, the last
-    that was saved. One log, of one run."""
-    (tmp_path / "dying.py").write_text(DYING)
-    settings = ELASTIC | dict(out=tmp_path / "killed")
+def begin_torchrun(folder, out):
+    """torchrun with two ranks of ser.py on drawn images, of which rank 1 is killed in step 6."""
+    (out / "dying.py").write_text(DYING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max_restarts=3", str(tmp_path / "dying.py"), str(HERE / "ser.py"),
-               *flags(**settings)]
+               "--max_restarts=3", str(out / "dying.py"), str(HERE / "ser.py"),
+               *flags(**ELASTIC, out=out / "killed")]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, env=environment, **pipes) as torchrun:
-        try:
-            run_ranks(undisturbed, 2, tmp_path)     # meanwhile
-            said, errors = torchrun.communicate(timeout=200)
-        finally:
-            torchrun.kill()
-    assert torchrun.returncode == 0, errors
-    found = records(tmp_path / "killed")
+    with open(out / "said", "w") as said, open(out / "errors", "w") as errors:
+        return subprocess.Popen(command, stdout=said, stderr=errors, env=environment)
+
+def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(
+        ahead, tmp_path):
+    """Two real ranks, by the elastic recipe of paper/README.md: rank 1 is killed in step 6, rank 0,
+    which saves, cannot go on, and both begin again after step 4, the last that was saved. One log,
+    of one run."""
+    torchrun, out = ahead["torchrun"]
+    run_ranks(undisturbed, 2, tmp_path)
+    assert torchrun.wait(timeout=200) == 0, (out / "errors").read_text()
+    found = records(out / "killed")
     begins = [record for record in found if "start" in record]
     assert [record["start"] for record in begins] == [0, 4]
     for setting in begins:
@@ -2515,11 +2535,11 @@ def test_torchrun_restarts_a_killed_rank_to_the_bits_of_the_uninterrupted_run(tm
         assert str(setting["images"]).startswith("4096")
     assert found[1]["step"] == 1 and found[1]["inv_chance"] == pytest.approx(4 * 0.2 * math.log(64))
     assert {"loss", "inv", "equiv", "patch_top1", "grad_equiv", "lr", "momentum"} <= set(found[1])
-    assert said.count("eval_linear.py --checkpoint") == 1
-    assert last_state(tmp_path / "killed")["step"] == 10
-    assert same_run(tmp_path / "killed", tmp_path / "whole")
-    assert list(steps(tmp_path / "killed")) == list(range(1, 11))
-    assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
+    assert (out / "said").read_text().count("eval_linear.py --checkpoint") == 1
+    assert last_state(out / "killed")["step"] == 10
+    assert same_run(out / "killed", tmp_path / "whole")
+    assert list(steps(out / "killed")) == list(range(1, 11))
+    assert steps(out / "killed") == steps(tmp_path / "whole")
 
 # ==== 10. Command line ============================================================================
 BAD = {     # settings that differ from a good command -> what the one line on stderr must hold

@@ -73,9 +73,9 @@ def crops(first: Crop, second: Crop, mirror: str = "own") -> Tensor:
     """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
     shares of the image. A flip mirrors the image, and with it center x."""
     # Choice: each center is mirrored by the flip of its own view, so that exchanging the views
-    # negates the target. The official code and the release mirror both by the
-    # first view's (mirror="first"): then it is the displacement that the pair shows, also where one
-    # view alone is flipped and `own` asks for the sum of two places.
+    # negates the target. The official code and the release mirror both by the first view's
+    # (mirror="first"): then it is the displacement that the pair shows, also where one view alone
+    # is flipped and `own` asks for the sum of two places.
     flip = first.flip if mirror == "first" else second.flip
     return box(first, first.flip) - box(second, flip)
 

@@ -1,5 +1,6 @@
 """What the tests of several scripts share."""
 import functools
+import multiprocessing.forkserver
 
 import pytest
 from torchvision.utils import save_image
@@ -9,6 +10,13 @@ import ser
 def pytest_configure(config):
     """Ignore that torchvision's decoders will go, as ser.py does: pytest undoes its filter."""
     config.addinivalue_line("filterwarnings", "ignore:The image decoding and encoding")
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks():
+    """The server that test_ser.run_ranks forks ranks from takes seconds to import torch: it begins
+    with the first test."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["test_ser"])
+    multiprocessing.forkserver.ensure_running()
 
 @pytest.fixture(scope="module")
 def drawn_once():
