@@ -254,7 +254,8 @@ def training_keys(images: int, batch: int, begin: int, cfg: Settings) -> Iterato
 def encode(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """The final LayerNorm of [CLS] after each of the last `blocks` blocks, of uint8 images
     (B, 3, S, S): (B, K) fp32 on the encoder's device, K = blocks * D."""
-    x = ser.normalise(images.to(encoder.cls_token.device, non_blocking=True) / 255)
+    pinned = images.is_pinned()
+    x = ser.normalise(images.to(encoder.cls_token.device, non_blocking=pinned) / 255)
     # Choice: bf16 on a GPU, as in training.
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
         return encoder.last_cls(x, blocks).float()
@@ -297,7 +298,7 @@ class Frozen:
                 labels = torch.zeros(len(batch), dtype=torch.int64, device=self.device)
                 part = len(labels[rank::ranks])
                 features[rank::ranks] = encode(self.encoder, images, self.blocks)[:part]
-                labels[rank::ranks] = own_labels[:part].to(self.device, non_blocking=True)
+                labels[rank::ranks] = own_labels[:part].to(self.device)
                 if ranks > 1:     # a row is zero on all ranks but one: the sum is exact
                     dist.all_reduce(features)
                     dist.all_reduce(labels)

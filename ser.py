@@ -85,27 +85,23 @@ def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7
                     aspect: tuple[float, float] = (3 / 4, 4 / 3),
                     elements: tuple[str, ...] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
-    """Draw a flip and turns per image, and one Geometry.grid for all; grid: its unscaled side.
+    """Draw a flip and turns per image, and one grid for all; `grid`: side of the unscaled map.
 
     The grid has grid^2 tokens times a uniform `area`, at a log-uniform W / H; its sides are
     rounded, each 10 to 18 for grid 14. An element that `elements` lacks stays the identity, and the
     draws of the others do not change. Raises ValueError for an unknown element."""
     if not set(elements) <= {"rot90", "hflip", "scale"}:
         raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
-    flip = torch.rand(batch, generator=generator) < 0.5
-    turns = torch.randint(4, (batch,), generator=generator)
+    flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
+    turns = torch.randint(4, (batch,), generator=generator) * ("rot90" in elements)
     u, v = torch.rand(2, generator=generator).tolist()
+    if "scale" not in elements:
+        return Geometry(flip, turns, (grid, grid))
     # Choice: [0.7, 1.3] (4.1) bounds the area, [3/4, 4/3] the aspect, both as in the release.
     tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
     width_to_height = aspect[0] * (aspect[1] / aspect[0]) ** v
     height = max(1, round(math.sqrt(tokens / width_to_height)))
     width = max(1, round(math.sqrt(tokens * width_to_height)))
-    if "hflip" not in elements:
-        flip = torch.zeros_like(flip)
-    if "rot90" not in elements:
-        turns = torch.zeros_like(turns)
-    if "scale" not in elements:
-        height = width = grid
     return Geometry(flip, turns, (height, width))
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
@@ -114,9 +110,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m. A mirror image turns the
     other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    Scaling needs no term: turning a resized map is resizing the turned one (H and W swapped for an
-    odd turn), so that rho can resize last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1),
-    exactly where nothing is scaled, else up to resampling."""
+    Scaling drops out: turns and flips commute with resizing (an odd turn swaps H and W), so that
+    rho resizes once, last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1), exactly where
+    nothing is scaled, else up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -139,7 +135,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
         for turns in range(4):
             members = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
             if len(members) > 0:
-                members = members.to(x.device, non_blocking=True)
+                members = members.to(x.device, non_blocking=x.is_cuda)     # a GPU is not waited for
                 part = x[members].flip(-1) if flip else x[members]
                 part = torch.rot90(part, turns, (-2, -1))
                 moved[members] = resize(part, size)
@@ -202,7 +198,8 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 def normalise(x: Tensor) -> Tensor:
     """Images in [0, 1] -> what the encoder takes."""
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+    # Not on a Mac's GPU, which may read what was copied "non-blocking" after it was freed.
+    return (x - MEAN.to(x, non_blocking=x.is_cuda)) / STD.to(x, non_blocking=x.is_cuda)
 
 def seed_of(*key: Any) -> int:
     """A seed that depends on the whole key: Python hashes its text with SHA-512."""
@@ -331,8 +328,8 @@ def photometric(x: Tensor, jitter: Jitter) -> Tensor:
             drawn = value != getattr(Jitter(), name)     # who drew nothing has the default
             rows = (drawn & (order[:, place] == number)).nonzero().flatten()
             if len(rows) > 0:     # rows are on the CPU, so that nothing waits for a GPU
-                value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
-                rows = rows.to(x.device, non_blocking=True)
+                value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=x.is_cuda)
+                rows = rows.to(x.device, non_blocking=x.is_cuda)
                 x[rows] = OPERATIONS[name](x[rows], value)
     return normalise(x)
 
@@ -353,22 +350,20 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
     n_b2 = cfg.b2_images(ranks)     # |b2| of this rank
     views = []
     for v, (pixels, crop, jitter) in enumerate(loaded):
-        n_b1 = len(pixels) - n_b2
-        b1, b2 = (pixels.float() / 255).split([n_b1, n_b2])
-        images = []
+        sizes = [len(pixels) - n_b2, n_b2]     # of b1 and b2
+        parts = list((pixels.float() / 255).split(sizes))
+        jitters = [Jitter(*rows) for rows in zip(*(column.split(sizes) for column in jitter))]
         geometry = None
-        if n_b1 > 0:
-            images.append(photometric(b1, Jitter(*(rows[:n_b1] for rows in jitter))))
         if n_b2 > 0:
             # Every rank draws for the whole b2 of this step and view, and keeps its own rows: all
             # share the grid, and none repeats the draws of another.
             generator = rng(cfg.seed, "geometry", step, v)
-            drawn = sample_geometry(ranks * n_b2, grid=pixels.shape[-1] // cfg.patch_size,
-                                    elements=cfg.group, generator=generator)
+            g = sample_geometry(ranks * n_b2, grid=pixels.shape[-1] // cfg.patch_size,
+                                elements=cfg.group, generator=generator)
             own = slice(rank * n_b2, (rank + 1) * n_b2)
-            geometry = Geometry(drawn.flip[own], drawn.turns[own], drawn.grid)
-            b2 = rho(geometry, b2, cfg.patch_size)
-            images.append(photometric(b2, Jitter(*(rows[n_b1:] for rows in jitter))))
+            geometry = Geometry(g.flip[own], g.turns[own], g.grid)
+            parts[1] = rho(geometry, parts[1], cfg.patch_size)
+        images = [photometric(x, drawn) for x, drawn in zip(parts, jitters) if len(x) > 0]
         views.append(View(images, crop, jitter, geometry))
     return Batch(views)
 
@@ -604,8 +599,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder         the online ViT; SER runs it, once per step, on the parts of all views
 #     base(views, cls)     L_inv; views: list[View], cls: the final [CLS] of each, (B, D)
-#     base.update(p)       called by `train` before every forward pass, at progress p in [0, 1)
-#     base.diagnostics     name -> scalar, what the last forward pass measured, for the log
+#     base.update(p)       called by `train` before every forward pass, with p = step / steps
+#     base.diagnostics     name -> scalar, what the last step measured, for the log
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
@@ -697,7 +692,7 @@ def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv, which is summed over `pairs` and averaged
     over `layers`, each with a projector of its own. Raises ValueError for a wrong layer."""
-    pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views; 2 + 4 views have more (A.1)
+    pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views; multicrop.py has more (A.1)
 
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3, out_dim: int = 512):
@@ -722,8 +717,8 @@ class SER(nn.Module):
         encoded = encode_views(self.base.encoder, views, self.layers)
 
         # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
-        # release. Eq. 3 read literally, a mean for each, would weigh an image of b2 253 / 3 = 84
-        # times one of b1, with 3 images of b2 among the 256 of a rank.
+        # release. With 3 of a rank's 256 images in b2, Eq. 3 read literally, a mean for each, would
+        # weigh an image of b2 253 / 3 = 84 times one of b1.
         cls = []
         for parts in encoded:
             cls.append(torch.cat([part.cls for part in parts]))
@@ -749,11 +744,10 @@ class SER(nn.Module):
                 z = project(aligned.flatten(2).mT)               # (B2, N, K)
                 z_prime = project(h2.flatten(2).mT)              # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                if diagnose:
-                    negatives = 2 * z.shape[1] * (len(z) * ranks_and_rank()[0] - 1)
-                    equiv_chance += math.log(1 + negatives) / len(self.layers)
-                    losses["equiv_chance"] = equiv_chance
-                    losses["patch_top1"] = retrieval(z, z_prime)     # of the last layer and pair
+                negatives = 2 * z.shape[1] * (len(z) * ranks_and_rank()[0] - 1)
+                equiv_chance += math.log(1 + negatives) / len(self.layers)
+        if diagnose:     # patch_top1: of the last layer and pair
+            losses |= {"equiv_chance": equiv_chance, "patch_top1": retrieval(z, z_prime)}
         # Paper: Eq. 3. L_equiv is computed with weight 0 too: the control differs in nothing else.
         return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
 
@@ -761,9 +755,10 @@ class SER(nn.Module):
 def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
     """Share of the tokens of z (B, N, K) whose most similar one in all of z_prime (B, N, K) is
     their counterpart; 1 / (B N) at chance."""
-    z = F.normalize(z.flatten(0, 1).float(), dim=1)
-    z_prime = F.normalize(z_prime.flatten(0, 1).float(), dim=1)
-    blocks = [(rows @ z_prime.T).argmax(1) for rows in z.split(1024)]
+    with torch.autocast(z.device.type, enabled=False):     # in bfloat16 the nearest would tie
+        z = F.normalize(z.flatten(0, 1).float(), dim=1)
+        z_prime = F.normalize(z_prime.flatten(0, 1).float(), dim=1)
+        blocks = [(rows @ z_prime.T).argmax(1) for rows in z.split(1024)]
     own = torch.arange(len(z), device=z.device)
     return (torch.cat(blocks) == own).float().mean()
 
@@ -779,7 +774,7 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2,
 @dataclasses.dataclass(frozen=True)
 class Common:
     """The settings of every base method. A subclass adds `program`, its name in messages, and
-    `drawn`, the defaults without --data, where `draw_images` makes the images."""
+    `drawn`, what replaces the defaults without --data, where `draw_images` makes the images."""
     data: str = setting("", 0, 0, "folder of images, any depth, with or without train/")
     out: str = setting("runs/ser", 0, 0, "folder of the run; an existing run is continued")
     init: str = setting("", 0, 0, "checkpoint whose encoder the run begins with")
@@ -833,7 +828,7 @@ class Common:
         return Dataset(source, self.policies, self.seed)
 
     def b2_images(self, ranks: int) -> int:
-        """|b2| of a rank: r B / R, rounded, as ranks must have equally many: for r = .01 of 2048, 3
+        """|b2| of a rank: r B / R, rounded, as all ranks have equally many: for r = .01 of 2048, 3
         on each of 8 ranks, 24 in all, but 20 on one rank."""
         return math.floor(self.ratio * self.batch_size / ranks + 0.5)
 
@@ -901,6 +896,7 @@ def list_images(folder: str) -> list[str]:
     visited: set[str] = set()
     paths = []
     for where, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        folders.sort()     # of several links to a folder, all machines follow the same one
         if os.path.realpath(where) in visited:
             folders.clear()     # os.walk goes no deeper here
             continue
@@ -913,11 +909,13 @@ def list_images(folder: str) -> list[str]:
 warnings.filterwarnings("ignore", "The image decoding and encoding")
 
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB, upright. torchvision decodes faster, to the same pixels
-    and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything where
-    torchvision has no decoders. Raises what Pillow raises, and ValueError for more than 8 bits."""
+    """An image file as (3, h, w) uint8 RGB, upright. torchvision decodes faster, to about the same
+    pixels and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything
+    where torchvision has no decoders. Raises what Pillow raises, and ValueError for a gray image of
+    more than 8 bits."""
     require(os.path.isfile(path), "no regular file")     # opening a pipe would wait
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):
+        require(not path.lower().endswith(".webp"), "torchvision would not turn it upright")
         image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
         if image.dtype == torch.uint8 and image.dim() == 3:
             return image
@@ -1036,8 +1034,8 @@ def load_encoder(path: str | Path) -> ViT:
 # What may change when a run is continued; so may the number of ranks, and |b2| by its rounding.
 FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile", "bf16"}
 
-def resume(path: Path, identity: dict[str, Any], model: SER,
-           optimizer: torch.optim.Optimizer) -> int:
+def restore(path: Path, identity: dict[str, Any], model: SER,
+            optimizer: torch.optim.Optimizer) -> int:
     """Load `path` and return its step. identity: program, config and images of this run. Raises
     UserError if those of the checkpoint differ."""
     state = load_checkpoint(path)
@@ -1051,7 +1049,21 @@ def resume(path: Path, identity: dict[str, Any], model: SER,
         optimizer.load_state_dict(state["optimizer"])
     except Exception as error:
         raise UserError(f"{path} does not fit this model ({error}): use a new --out") from None
+    for group in optimizer.param_groups:     # of this device, not of the checkpoint's
+        group["fused"] = optimizer.defaults["fused"]
     return state["step"]
+
+def resume(path: Path, identity: dict[str, Any], model: SER,
+           optimizer: torch.optim.Optimizer) -> int:
+    """`restore` if there is a checkpoint, else 0. Raises UserError also, on all ranks, where they
+    begin at other steps or have other images."""
+    start = restore(path, identity, model, optimizer) if path.exists() else 0
+    found = [(start, identity["images"])] * ranks_and_rank()[0]
+    if len(found) > 1:
+        dist.all_gather_object(found, found[0])
+    require(len(set(found)) == 1, "the ranks do not see the same --out or --data: their steps and "
+            f"images are {sorted(set(found))}")
+    return start
 
 def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
     """A picture of up to six images of b2, a row each: x, x1, rho_g(x1) and x2; the last two must
@@ -1114,7 +1126,8 @@ class Log:
 
     def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
         """Write a step's values, means over ranks, and rates since the last record. Between
-        checkpoints, only this waits for the device. Raises UserError if the loss is not finite."""
+        checkpoints, only this waits for the device. Raises UserError if one is not finite: a
+        gradient that is not has spoilt the weights, which must not replace a good checkpoint."""
         last, clock = self.since
         seconds = time.perf_counter() - clock
         losses |= {"images_per_s": (step - last) * self.batch / seconds,
@@ -1130,8 +1143,9 @@ class Log:
         self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
         self.since = (step, time.perf_counter())
         self.waited = 0.0
-        require(math.isfinite(means["loss"]), f"step {step}: the loss is {means['loss']}; log.jsonl"
-                " shows how it came to that; try a lower --base-lr with a new --out")
+        wrong = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
+        require(not wrong, f"step {step}: the {', '.join(wrong)}; log.jsonl shows how it came to "
+                "that; try a lower --base-lr with a new --out")
 
     def agree(self, signals: int, images: int) -> bool:
         """Whether any rank has got a signal; asked by CPUs, so that no GPU is waited for. Raises
@@ -1162,11 +1176,9 @@ def leave_signals(worker: int) -> None:
 
 def gradient_norms(model: SER) -> dict[str, Tensor]:
     """The norm of all gradients of the encoder, and of SER's projectors."""
-    norms = {}
-    for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
-        gradients = [p.grad for p in part.parameters() if p.grad is not None]
-        norms[name] = nn.utils.get_total_norm(gradients)
-    return norms
+    parts = {"grad_encoder": model.base.encoder, "grad_equiv": model.heads}
+    return {name: nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
+            for name, part in parts.items()}
 
 def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
     """The model on its device, ready to be trained there."""
@@ -1190,11 +1202,13 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
     require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: try "
             f"{len(source) // ranks * ranks}")
     steps = max(1, round(cfg.epochs * per_epoch))
-    model = placed(build(cfg), cfg, device, ranks)
-    optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     path = Path(cfg.out, "last.pt")
+    # A run that is continued does not read --init, which may be gone.
+    given = dataclasses.replace(cfg, init="") if path.exists() else cfg
+    model = placed(build(given), cfg, device, ranks)
+    optimizer = cfg.optimizer(model, fused=device.type == "cuda")
     identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
-    start = resume(path, identity, model, optimizer) if path.exists() else 0
+    start = resume(path, identity, model, optimizer)
     log = Log(cfg, model, identity["images"], start, steps)
     # Without device_ids, which would move Geometry to the GPU. A parameter left unused is an error.
     parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
@@ -1206,7 +1220,8 @@ def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] 
             logs = saves or step == start or done % cfg.log_every == 0
             # Load what the loader's processes have decoded and cut, and make the views of it.
             loaded = log.fetch(loader)
-            loaded = [(pixels.to(device, non_blocking=True), *draws) for pixels, *draws in loaded]
+            loaded = [(pixels.to(device, non_blocking=pixels.is_pinned()), *draws)
+                      for pixels, *draws in loaded]
             batch = make_views(loaded, cfg, step, rank, ranks)
             if step == 0 and rank == 0 and batch.views[0].geometry is not None:
                 pixels = loaded[0][0][-cfg.b2_images(ranks):]
@@ -1314,7 +1329,7 @@ def main(argv: Sequence[str] | None = None, kind: type = Config,
 
 def leave(code: int) -> None:
     """End the process at once: threads of gloo and loader processes can hold up a normal exit."""
-    if dist.is_initialized():
+    if code != 2 and dist.is_initialized():     # NCCL would wait for ranks that had no error
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(code)

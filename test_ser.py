@@ -721,6 +721,21 @@ def test_the_picture_shows_the_aligned_view_equal_to_view_2(tmp_path):
     assert (x1 - x2).abs().max() > 50
     assert (x1 - base).abs().max() > 50
 
+def test_only_cuda_is_copied_to_without_waiting(monkeypatch):
+    """A Mac's GPU may read a "non-blocking" copy after its source was freed."""
+    waited = []
+    to = torch.Tensor.to
+
+    def watched(x, *given, **named):
+        waited.append(not named.get("non_blocking", False))
+        return to(x, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    cfg, model = toy_model()
+    model(toy_batch(cfg))
+    eval_linear.encode(model.base.encoder, torch.zeros(2, 3, 16, 16, dtype=torch.uint8), 1)
+    assert len(waited) > 10 and all(waited)
+
 # ==== 3. Encoder (paper 3.1) ======================================================================
 def shake(module, seed=0):
     """Random weights: at the initial ones, [CLS] is 1e-6 and biases are zero, which hides
@@ -1244,6 +1259,9 @@ def test_diagnostics_have_their_stated_end_points():
     z, _ = tokens(3, 5, 8)
     assert ser.retrieval(z, 2 * z) == 1
     assert ser.retrieval(z, z.flip(0)).item() == pytest.approx(1 / 3)
+    alike = 20 + torch.randn(4, 50, 16, generator=seeded())     # cosines of almost 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ser.retrieval(alike, alike) == 1
     cfg, model = toy_model()
     blank = View([torch.zeros(8, 3, 16, 16)], None, None, None)
     assert model(Batch([blank, blank]), diagnose=True)["feature_std"] < 1e-4
@@ -1362,7 +1380,8 @@ def rank_results(rank, ranks):
     return found
 
 def unequal_shapes():
-    """The errors of patch_ntxent where B, N or K differ between two ranks."""
+    """The errors of patch_ntxent where B, N or K differ between two ranks, and that of a run where
+    they see other images."""
     errors = []
     larger = dist.get_rank()
     for shape in ((2 + larger, 3, 4), (2, 3 + larger, 4), (2, 3, 4 + larger)):
@@ -1370,6 +1389,11 @@ def unequal_shapes():
             errors.append(f"a number: {patch_ntxent(torch.rand(shape), torch.rand(shape))}")
         except ValueError as error:
             errors.append(str(error))
+    try:
+        identity = dict(images=f"{larger} images")
+        errors.append(f"a step: {ser.resume(Path('none'), identity, None, None)}")
+    except UserError as error:
+        errors.append(f"data differ: {error}")
     return errors
 
 class Stopping(Config):
@@ -1616,6 +1640,22 @@ def test_a_folder_to_which_several_links_lead_is_visited_once(tmp_path):
     found = ser.list_images(str(tmp_path / "data"))
     assert sorted(Path(path).name for path in found) == ["1.png", "2.png"]
 
+def test_of_several_links_to_a_folder_the_first_by_name_is_followed(tmp_path, monkeypatch):
+    """In whatever order the system lists them: all machines have the same paths."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/1.png").touch()
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    walk = os.walk
+
+    def reversed_walk(*given, **named):
+        for where, folders, names in walk(*given, **named):
+            folders.sort(reverse=True)
+            yield where, folders, names
+
+    found = ser.list_images(str(tmp_path))
+    monkeypatch.setattr(os, "walk", reversed_walk)
+    assert ser.list_images(str(tmp_path)) == found == [str(tmp_path / "a/1.png")]
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
 def test_a_folder_without_permission_is_named(tmp_path):
     """Half of the data is never left out without a word."""
@@ -1643,7 +1683,8 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         ser.list_images(str(tmp_path))
 
 ODD_FILES = [("png.JPEG", 0), ("cmyk.JPEG", 12), ("gray.JPEG", 2), ("exif.JPEG", 2),
-             ("palette.png", 0), ("alpha.png", 0), ("exif.png", 0), ("plain.jpg", 2)]
+             ("palette.png", 0), ("alpha.png", 0), ("exif.png", 0), ("plain.jpg", 2),
+             ("exif.webp", 0)]
 
 @pytest.mark.parametrize("decoder", ["torchvision", "failing", "missing"])
 @pytest.mark.parametrize("kind, tolerance", ODD_FILES)
@@ -1666,7 +1707,8 @@ def test_imagenets_odd_files_decode_as_pillow_shows_them(
     if kind.startswith("exif"):
         exif[0x0112] = 6     # the camera was turned by a quarter
         upright = upright.transpose(Image.Transpose.ROTATE_270)
-    image.save(path, format="PNG" if "png" in kind else "JPEG", exif=exif, quality=95)
+    coding = next((name for name in ("PNG", "WEBP") if name.lower() in kind), "JPEG")
+    image.save(path, format=coding, exif=exif, quality=95)
     ours = ser.read_image(str(path))
     with Image.open(path) as file:
         pillow = TF.pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
@@ -2368,6 +2410,7 @@ def test_init_begins_with_the_given_encoder(whole_run, folder, tmp_path, capsys)
     assert ser.main(flags(**settings)) == 0
     assert ser.main(flags(**settings | dict(out=tmp_path / "b", depth=4))) == 2
     assert "--init" in one_line(capsys)
+    assert ser.main(flags(**settings | dict(init=tmp_path / "gone.pt"))) == 0     # continues
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
         folder, tmp_path, monkeypatch, capsys):
@@ -2387,6 +2430,37 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     state = last_state(tmp_path)
     assert state["step"] == 6
     assert all(value.isfinite().all() for value in state["model"].values())
+
+def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(folder, tmp_path, monkeypatch, capsys):
+    """The loss of the step that saves is finite, its gradient is NaN: last.pt stays as it was."""
+    calls = []
+    loss = ser.patch_ntxent
+
+    def spoiled(z, *rest):
+        calls.append(1)
+        spoil = (z * 0).sum().abs().sqrt() if len(calls) == 6 else 0     # 0, of slope infinity * 0
+        return loss(z, *rest) + spoil
+
+    monkeypatch.setattr(ser, "patch_ntxent", spoiled)
+    assert ser.main(flags(**TOY | dict(data=folder, out=tmp_path, save_every=3))) == 2
+    line = one_line(capsys)
+    assert "step 6: the grad_encoder is nan" in line and "the loss" not in line
+    state = last_state(tmp_path)
+    assert state["step"] == 3
+    assert all(value.isfinite().all() for value in state["model"].values())
+
+def test_a_continued_run_has_the_optimizer_of_its_own_device(folder, tmp_path):
+    """A checkpoint of a GPU, whose AdamW is fused, goes on elsewhere with that of the new device."""
+    settings = TOY | dict(data=folder, out=str(tmp_path), epochs=0.2)
+    path = ser.train(toy(**settings))
+    state = ser.load_checkpoint(path)
+    state["optimizer"]["param_groups"][0]["fused"] = True
+    identity = {name: state[name] for name in ("program", "images", "config")}
+    torch.save(state, path)
+    model = ser.build(toy(**settings))
+    optimizer = toy().optimizer(model, fused=False)
+    assert ser.resume(path, identity, model, optimizer) == 1
+    assert optimizer.param_groups[0]["fused"] is False
 
 @pytest.mark.parametrize("broken", [3, 4])
 def test_broken_files_are_named_once_and_counted_and_too_many_stop_the_run(
@@ -2677,6 +2751,16 @@ def test_the_help_names_every_flag_with_its_default(capsys):
     for field in dataclasses.fields(Config):
         assert "--" + field.name.replace("_", "-") in text
     assert "[rot90 hflip scale]" in text and "[0.08]" in text
+
+@pytest.mark.parametrize("code, calls", [(0, ["left", 0]), (143, ["left", 143]), (2, [2])])
+def test_after_an_error_a_rank_ends_without_waiting_for_the_others(code, calls, monkeypatch):
+    """NCCL's farewell waits for all ranks; those that had no error would never come."""
+    found = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("left"))
+    monkeypatch.setattr(os, "_exit", found.append)
+    ser.leave(code)
+    assert found == calls
 
 # ==== 11. eval_linear.py (paper 4.1, A.2) =========================================================
 # Checkpoints, folders of images, and a slow evaluation written from the protocol.

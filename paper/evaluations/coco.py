@@ -165,7 +165,7 @@ def inputs(batch: list[Any], device: torch.device) -> tuple[list[Tensor], list[d
     images = []
     targets = []
     for image, boxes, labels, *_ in batch:
-        images.append(image.to(device, non_blocking=True).float() / 255)
+        images.append(image.to(device).float() / 255)
         targets.append({"boxes": boxes.to(device), "labels": labels.to(device)})
     return images, targets
 

@@ -210,7 +210,7 @@ def finetune(cfg: Settings) -> dict[str, Any]:
 
     def loss_of(parallel: nn.Module, batch: list[Any]) -> training.LossAndBroken:
         pixels, labels, names = batch
-        logits = parallel(pixels.to(device, non_blocking=True))
+        logits = parallel(pixels.to(device))
         # A broken image, label -1, adds nothing. DDP takes the mean over ranks, so that each
         # divides by its number of images, broken ones included.
         total = F.cross_entropy(logits, labels.to(device), ignore_index=-1, reduction="sum",
