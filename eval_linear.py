@@ -42,7 +42,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple, Sequence
@@ -751,13 +750,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and print; returns the exit code."""
     def work() -> None:
         cfg = ser.parse(argv, Settings, repeatable=("--test",))
-        try:
-            result = evaluate(cfg)
-        except KeyboardInterrupt:
-            if ranks_and_rank()[1] == 0:
-                print("eval_linear.py: stopped; the same command continues a training of heads, "
-                      "but for --cache, after its last whole epoch", file=sys.stderr)
-            raise SystemExit(130) from None
+        result = evaluate(cfg)
         if ranks_and_rank()[1] > 0:
             return
         images = ", ".join(f"{n} {name}" for name, n in result["images"].items())

@@ -352,7 +352,8 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
     for v, (pixels, crop, jitter) in enumerate(loaded):
         sizes = [len(pixels) - n_b2, n_b2]     # of b1 and b2
         parts = list((pixels.float() / 255).split(sizes))
-        jitters = [Jitter(*rows) for rows in zip(*(column.split(sizes) for column in jitter))]
+        columns = [column.split(sizes) for column in jitter]
+        jitters = [Jitter(*rows) for rows in zip(*columns)]
         geometry = None
         if n_b2 > 0:
             # Every rank draws for the whole b2 of this step and view, and keeps its own rows: all
@@ -370,8 +371,8 @@ def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
 # f1 is the blocks up to the layer of L_equiv, whose tokens are a map of the image; f2 is the rest.
 # By default [CLS] is inserted right between them; the ablations insert it elsewhere, and a map
-# never holds it. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, and
-# a pass of its own would cost far more than 1% of the time.
+# never holds it. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, too
+# few to fill a GPU with a pass of their own.
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
@@ -1176,9 +1177,11 @@ def leave_signals(worker: int) -> None:
 
 def gradient_norms(model: SER) -> dict[str, Tensor]:
     """The norm of all gradients of the encoder, and of SER's projectors."""
-    parts = {"grad_encoder": model.base.encoder, "grad_equiv": model.heads}
-    return {name: nn.utils.get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
-            for name, part in parts.items()}
+    norms = {}
+    for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
+        gradients = [p.grad for p in part.parameters() if p.grad is not None]
+        norms[name] = nn.utils.get_total_norm(gradients)
+    return norms
 
 def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
     """The model on its device, ready to be trained there."""
@@ -1283,16 +1286,22 @@ def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[
     return kind(**(given if given.get("data") else kind.drawn | given))
 
 def guard(program: str, work: Callable[[], Any]) -> int:
-    """Do the work and return the exit code: 0, that of a SystemExit, or 2 after one line on stderr
-    about the error, whose traceback goes to a file unless it is a UserError."""
+    """Do the work and return the exit code: 0, that of a SystemExit, 130 after Ctrl-C, or 2 after
+    one line on stderr about the error, whose traceback goes to a file unless it is a UserError."""
+    # What all ranks of a machine find, one says.
+    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
     try:
         work()
         return 0
     except SystemExit as stopped:
         return stopped.code
+    except KeyboardInterrupt:     # `train` saves instead; evaluations end at once
+        if speaks:
+            tqdm.write(f"{program}: stopped; the same command goes on from what it has saved",
+                       file=sys.stderr)
+        return 128 + signal.SIGINT
     except UserError as error:
-        rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-        if rank == "0":     # all ranks of a machine found it
+        if speaks:
             tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
     except BaseException as error:
         path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")

@@ -2450,7 +2450,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(folder, tmp_path, mo
     assert all(value.isfinite().all() for value in state["model"].values())
 
 def test_a_continued_run_has_the_optimizer_of_its_own_device(folder, tmp_path):
-    """A checkpoint of a GPU, whose AdamW is fused, goes on elsewhere with that of the new device."""
+    """A checkpoint of a GPU, whose AdamW is fused, goes on with that of the new device."""
     settings = TOY | dict(data=folder, out=str(tmp_path), epochs=0.2)
     path = ser.train(toy(**settings))
     state = ser.load_checkpoint(path)
@@ -2751,6 +2751,16 @@ def test_the_help_names_every_flag_with_its_default(capsys):
     for field in dataclasses.fields(Config):
         assert "--" + field.name.replace("_", "-") in text
     assert "[rot90 hflip scale]" in text and "[0.08]" in text
+
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_ctrl_c_is_one_line_and_exit_code_130(rank, lines, monkeypatch, capsys):
+    """What does not save on a signal ends at once, and one rank of a machine says so."""
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert ser.guard("x.py", interrupted) == 130
+    assert capsys.readouterr().err.count("x.py: stopped; the same command") == lines
 
 @pytest.mark.parametrize("code, calls", [(0, ["left", 0]), (143, ["left", 143]), (2, [2])])
 def test_after_an_error_a_rank_ends_without_waiting_for_the_others(code, calls, monkeypatch):

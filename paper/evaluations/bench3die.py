@@ -47,7 +47,7 @@ class Settings(eval_linear.Settings):
     split: str = setting("val_images.npy", 0, 0, "the authors' list of validation objects")
     # Choice: all renderings of the validation objects, so that the result is no draw. The authors'
     # code draws one of each object anew whenever it validates.
-    views: int = setting(VIEWS, 1, VIEWS, "renderings of each validation object, the first so many")
+    views: int = setting(VIEWS, 1, VIEWS, "renderings of each validation object, from the first")
     drawn: ClassVar[dict[str, Any]] = {}     # there are no drawn objects
     program: ClassVar[str] = "-m paper.evaluations.bench3die"
 
@@ -62,10 +62,11 @@ def validation_objects(path: str) -> set[str]:
     """The objects "SYNSET/OBJECT" of the authors' list. Raises UserError."""
     require(os.path.isfile(path), f"--split {path}: no such file; download {LIST}")
     try:
-        entries = numpy.load(path).tolist()     # unicode: no pickle
+        names = numpy.load(path)     # unicode: no pickle
+        require(names.dtype.kind == "U", f"it holds {names.dtype}")
     except (ValueError, EOFError) as error:
         require(False, f"--split {path} is no list of names ({error}); download {LIST}")
-    return {entry.strip("/") for entry in entries}
+    return {name.strip("/") for name in names.tolist()}
 
 def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
     """The synsets, sorted, and the splits. An item of train is the folder of an object, an item of
@@ -95,7 +96,8 @@ def collect(cfg: Settings, size: int) -> tuple[list[str], dict[str, Split]]:
                 f"--data {cfg.data}: {len(set(found))} of {len(classes)} synsets have objects to "
                 f"{'learn from' if name == 'train' else 'validate on'}: is it whole?")
     among = list(range(len(classes)))
-    # Choice: images are resized without a crop, as the authors do: the object is centred and whole.
+    # Choice: images are whole, without a crop, as the authors' (who keep their 256 pixels): the
+    # object is centred.
     # Choice: normalised as ImageNet, which the encoder was trained on; the authors as 3DIEBench.
     splits = {name: Split(sources[name], torch.tensor(labels[name]), among, ready=True)
               for name in sources}

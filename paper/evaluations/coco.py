@@ -90,8 +90,9 @@ class Photo(NamedTuple):
     """An image file and what is in it."""
     image_id: int      # COCO's
     path: str
-    boxes: Tensor      # (n, 4) left, top, right, bottom in pixels of the stored image
-    labels: Tensor     # (n,) COCO's category ids, 1..90 with gaps
+    # Lists: two tensors for each image would be too many files where loaders are not forked.
+    boxes: list[list[float]]     # n of left, top, right, bottom in pixels of the stored image
+    labels: list[int]            # n of COCO's category ids, 1..90 with gaps
 
 def annotations(root: str, name: str) -> Any:
     """pycocotools' index of the annotations of `name`. Raises UserError where they or it lack."""
@@ -122,8 +123,7 @@ def photos(coco: Any, folder: str) -> list[Photo]:
                 boxes.append([left, top, right, bottom])
                 labels.append(item["category_id"])
         path = os.path.join(folder, entry["file_name"])
-        found.append(Photo(image_id, path, torch.tensor(boxes, dtype=torch.float32).view(-1, 4),
-                           torch.tensor(labels, dtype=torch.int64)))
+        found.append(Photo(image_id, path, boxes, labels))
     return found
 
 class Loaded(torch.utils.data.Dataset):
@@ -140,15 +140,15 @@ class Loaded(torch.utils.data.Dataset):
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Tensor, Tensor, int, str]:
         photo = self.source[key.index]
+        boxes = torch.tensor(photo.boxes, dtype=torch.float32).view(-1, 4)
+        labels = torch.tensor(photo.labels, dtype=torch.int64)
         try:
             # The boxes are those of the stored pixels: unlike ser.read_image, no turn by EXIF.
             with Image.open(photo.path) as file:
                 image = pil_to_tensor(file.convert("RGB"))
         except Exception as error:     # Pillow raises what it likes
             nothing = torch.zeros(3, 64, 64, dtype=torch.uint8)
-            return (nothing, photo.boxes[:0], photo.labels[:0], photo.image_id,
-                    f"{photo.path} ({error})")
-        boxes = photo.boxes
+            return nothing, boxes[:0], labels[:0], photo.image_id, f"{photo.path} ({error})"
         if key.epoch is not None:
             # Choice: flips are the only augmentation.
             draw = torch.rand((), generator=rng(self.seed, "flip", key.epoch, key.index))
@@ -157,7 +157,7 @@ class Loaded(torch.utils.data.Dataset):
                 width = image.shape[-1]
                 image = image.flip(-1)
                 boxes = torch.stack([width - right, top, width - left, bottom], 1)
-        return image, boxes, photo.labels, photo.image_id, ""
+        return image, boxes, labels, photo.image_id, ""
 
 # ==== 3. Training and average precision ===========================================================
 def inputs(batch: list[Any], device: torch.device) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -212,7 +212,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     require(cfg.data != "", "--data: the folder of COCO 2017 is needed")
     device, rank, ranks = ser.setup()
     encoder, _, digest = frozen_encoder(cfg)
-    check_out(cfg.result, ".json", cfg.program)
+    check_out(cfg.result, ".json", cfg.program, digest)
     truth = annotations(cfg.data, "val2017")
     val = Loaded(photos(truth, os.path.join(cfg.data, "val2017")), cfg.seed)
     learned = photos(annotations(cfg.data, "train2017"), os.path.join(cfg.data, "train2017"))

@@ -1,6 +1,6 @@
 """What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours; the paper has no such picture. L_equiv (3.3) draws the tokens of the same place in x and in
+Ours; the paper has no such picture. L_equiv (3.3) pulls the tokens of the same place in x and in
 rho_g(x) together, and away from those of other images. Whether they are also nearest among the
 tokens of their own image, which it does not ask for, is shown here. Green lines end at the right
 token, red ones elsewhere. The untrained encoder and those of all checkpoints see the same images.
@@ -12,7 +12,7 @@ PHOTOS: image files and folders of any depth. Prints the share of the right toke
 images for a turn, a flip, a change of scale, and all three; writes correspondence.json and a PNG
 beside the first checkpoint. The copy is moved and nothing else: no jitter, so that what is seen is
 equivariance alone. Axes: N tokens of x, M tokens of rho_g(x), H x W token grid (rows first), S side
-of what the encoder sees, k S side of a photograph, the smallest multiple of S from 224 on.
+of what the encoder sees, k S >= 224 side of a photograph, with the smallest k.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Settings:
 
 class Match(NamedTuple):
     """Where the tokens of an image went."""
-    expected: Tensor     # (N, 2) where their centres came to lie: row, column, in the copy's tokens
+    expected: Tensor     # (N, 2) where rho_g puts their centres: row, column, in tokens of the copy
     nearest: Tensor      # (N, 2) the centre of the copy's most similar token, likewise
 
     @property
@@ -193,12 +193,14 @@ def compare(cfg: Settings) -> dict[str, Any]:
     """Measure and draw; returns what is written. Raises UserError."""
     ser.check_ranges(cfg)
     require(all(cfg.data), "--data: which photographs? give image files or folders")
+    require("RANK" not in os.environ, "it runs in one process, without torchrun")
     picture = Path(cfg.out or Path(cfg.checkpoint[0]).with_name("correspondence.png"))
     require(importlib.util.find_spec("matplotlib") is not None,
             "the picture needs matplotlib: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, untrained=True)
     check_out(picture, ".png", cfg.program)
-    check_out(picture.with_suffix(".json"), ".json", cfg.program, digests)
+    of = list(digests.values())
+    check_out(picture.with_suffix(".json"), ".json", cfg.program, of, vars(cfg))
     encoder = encoders["untrained"]
     for label, other in encoders.items():
         sizes = {(each.grid, each.patch_size, each.depth) for each in (encoder, other)}
@@ -211,9 +213,8 @@ def compare(cfg: Settings) -> dict[str, Any]:
     paths, photographs = read_photographs(cfg, encoder.shape["image_size"])
     save_picture(picture, encoders, photographs, layer, cfg)
     seen = ser.normalise(shrink(photographs, encoder)).to(encoder.cls_token.device)
-    result = {"program": cfg.program, "settings": vars(cfg), "sha256": digests, "layer": layer,
-              "images": paths,
-              "picture": str(picture),
+    result = {"program": cfg.program, "settings": vars(cfg), "sha256": of, "layer": layer,
+              "images": paths, "picture": str(picture),
               "shares": {label: shares(each, seen, layer, cfg.seed)
                          for label, each in encoders.items()}}
     eval_linear.write_json(picture.with_suffix(".json"), result)

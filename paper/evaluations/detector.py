@@ -79,8 +79,9 @@ def detector(encoder: ViT, classes: int, cfg: Any) -> FasterRCNN:
     sides = tuple((side,) for side in cfg.anchors)
     ratios = ((0.5, 1.0, 2.0),) * 5
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Images are padded
-    # to common multiples of torchvision's 32 and of a place of the coarsest level, 4 patches: from
-    # sides that levels do not divide, torchvision would take too small a distance of the anchors.
+    # to common multiples of torchvision's 32 and of a place of the coarsest level, 4 patches: else
+    # torchvision, which divides a side by its places and rounds down, sets anchors too close. (It
+    # also guesses the scale of a level, wrongly so for images of less than about 140 pixels.)
     return FasterRCNN(Pyramid(encoder), classes, cfg.min_size, cfg.max_size,
                       rpn_anchor_generator=AnchorGenerator(sides, ratios),
                       size_divisible=math.lcm(32, 4 * encoder.patch_size))

@@ -10,11 +10,11 @@ checkpoint; an interrupted run continues after its last epoch with the same comm
 stay in finetune.pt, which is a checkpoint of its own: every other script evaluates its encoder.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3, far below the 81.4 of 300 epochs of
-pre-training and 150 of a recipe with strong augmentation, speaks for a short and plain one. Hence,
-each a flag: AdamW with a layer-wise decay of the learning rate, warmup and cosine, stochastic
-depth, label smoothing, and the random crops and flips of the linear probe. The paper
-does not report 1% or 10% of the labels (`--fraction`); an epoch is then 1% or 10% of the steps, so
-give it more of them.
+pre-training and 150 of a recipe with strong augmentation, speaks for a short, plain recipe. Hence
+AdamW with a layer-wise decay of the learning rate, warmup and cosine, stochastic depth and label
+smoothing, with flags for their numbers, and the random crops and flips of the linear probe. The
+paper does not report 1% or 10% of the labels (`--fraction`); an epoch is then 1% or 10% of the
+steps, so give it more of them.
 
 Sections: 1 Settings, 2 Data, 3 Model and optimizer, 4 Evaluation, 5 Command line.
 Axes: B images, C classes, D width of the encoder.
@@ -199,7 +199,7 @@ def finetune(cfg: Settings) -> dict[str, Any]:
     begun = time.perf_counter()
     device, _, _ = ser.setup()
     encoder, _, digest = eval_linear.frozen_encoder(cfg)
-    check_out(cfg.result, ".json", cfg.program)
+    check_out(cfg.result, ".json", cfg.program, digest)
     size = encoder.shape["image_size"]
     where = eval_linear.Settings(data=cfg.data, seed=cfg.seed)
     classes, splits = eval_linear.collect(where, size)

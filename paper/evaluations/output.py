@@ -9,10 +9,14 @@ from typing import Any
 
 from ser import require
 
-def check_out(path: Path, suffix: str, program: str, of: Any = None) -> None:
+# Settings in which a result and one that replaces it may differ. A checkpoint has its digest.
+FREE = ("checkpoint", "label", "batch_size", "workers", "out")
+
+def check_out(path: Path, suffix: str, program: str, digest: Any = None,
+              settings: dict[str, Any] | None = None) -> None:
     """Raise UserError if `path` does not end in `suffix` or cannot be written, or if a .json there
-    is not a result of `program`, or not one of the checkpoint, or checkpoints, with the digest
-    `of`; None: the caller compares it."""
+    is not a result of `program`, of the checkpoint, or checkpoints, with this digest, and of these
+    settings but for FREE; None: the caller compares them."""
     require(path.suffix == suffix, f"--out {path} must end in {suffix}")
     require(os.access(path.resolve().parent, os.W_OK | os.X_OK),
             f"--out {path}: cannot write there")
@@ -22,6 +26,11 @@ def check_out(path: Path, suffix: str, program: str, of: Any = None) -> None:
             found = json.loads(path.read_text())
         require(isinstance(found, dict) and found.get("program") == program,
                 f"--out {path} is there and is no result of {program}: choose another name")
-        require(of is None or found.get("sha256") == of,
-                f"--out {path} holds a result of another checkpoint: remove it or choose another "
-                "--out")
+        way_out = "remove it or choose another --out"
+        require(digest is None or found.get("sha256") == digest,
+                f"--out {path} holds a result of another checkpoint: {way_out}")
+        asked = json.loads(json.dumps(settings or {}))     # as JSON gives it back, tuples as lists
+        for name, value in asked.items():
+            there = found.get("settings", {}).get(name)
+            require(name in FREE or there == value, f"--out {path} holds a result of another {name}"
+                    f" ({there}, now {value}): {way_out}")

@@ -127,6 +127,7 @@ def score_videos(encoder: ViT, head: Head, folder: Path, cfg: Any) -> dict[str, 
         whole = [(frames, label) for frames, label, path in batch if not path]
         if not whole:
             continue
+        # Choice: bf16 on a GPU, as the head's features, though P's authors compare frames in fp32.
         images = torch.cat([frames for frames, _ in whole])                       # (B, 3, S, S)
         logits = F.linear(encode(encoder, images, head.blocks), head.weight, head.bias).cpu()
         lengths = [len(frames) for frames, _ in whole]

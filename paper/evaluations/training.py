@@ -94,8 +94,9 @@ def resume(path: Path, identity: dict[str, Any], model: nn.Module,
     if not path.exists():
         return 0, [], set()
     state = ser.load_checkpoint(path)
-    differ = [f"{name} {state['config'].get(name)} there, {value} here"
-              for name, value in identity.items() if state["config"].get(name) != value]
+    there = state.get("identity", {})
+    differ = [f"{name} {there.get(name)} there, {value} here"
+              for name, value in identity.items() if there.get(name) != value]
     require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -124,6 +125,8 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
     identity = {name: value for name, value in vars(cfg).items() if name not in cfg.may_change}
     identity |= origin
     start, losses, broken = resume(path, identity, model, optimizer)
+    # That of the encoder, by which other scripts know it: its seed, its layer of L_equiv.
+    config = ser.load_checkpoint(cfg.checkpoint)["config"]
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     model.train()
     loader = loader_of(images, cfg, start, steps)
@@ -153,8 +156,8 @@ def train(model: nn.Module, shape: dict[str, Any], optimizer: torch.optim.Optimi
             begun = done
             if rank == 0:
                 ser.save_whole(path, dict(
-                    step=done, program=cfg.program, shape=shape, config=identity,
-                    images=str(n),     # a text, as ser.load_checkpoint asks
+                    step=done, program=cfg.program, shape=shape, identity=identity,
+                    config=config, images=str(n),     # a text, as ser.load_checkpoint asks
                     model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses,
                     broken=sorted(broken)))
     return losses, broken

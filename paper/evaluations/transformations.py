@@ -56,6 +56,7 @@ class Settings:
     layers: tuple[int, ...] = setting(PAPER_LAYERS, 1, INF, "blocks (paper: 1 3 6 9 12)")
     # Choice: a pair. 97% for the flip of one photograph is out of reach: few look wrong mirrored.
     single: bool = setting(False, 0, 1, "the probe sees g x alone, not the pair of x and g x")
+    # Choice: so many images, and 10 epochs, where Garrido et al. have 50 of all.
     images: int = setting(20000, 2, INF, "training images, drawn from train")
     test_images: int = setting(10000, 1, INF, "test images, drawn from val")
     # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3.
@@ -171,7 +172,7 @@ def evaluate(cfg: Settings) -> dict[str, Any]:
     device, rank, _ = ser.setup()
     trained, step, digest = eval_linear.frozen_encoder(
         eval_linear.Settings(checkpoint=cfg.checkpoint))
-    check_out(cfg.result, ".json", cfg.program, digest)
+    check_out(cfg.result, ".json", cfg.program, digest, vars(cfg))
     depth = trained.depth
     require(max(cfg.layers) <= depth, f"--layers {' '.join(map(str, cfg.layers))}: the encoder has "
             f"{depth} blocks: try --layers {' '.join(map(str, range(1, depth + 1)))}")

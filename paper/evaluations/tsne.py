@@ -9,7 +9,7 @@ number of classes, for classes of one size).
 
     python -m paper.evaluations.tsne --data /imagenet/val \\
         --checkpoint runs/moco/last.pt runs/ser/last.pt --label MoCo-v3 "MoCo-v3 + SER"
-    python -m paper.evaluations.tsne --data /imagenet-c/blur/defocus_blur/3 --ready --checkpoint A B
+    ... --data /imagenet-c/blur/defocus_blur/3 --ready --out runs/tsne-blur.png
     torchrun --nproc_per_node=8 -m paper.evaluations.tsne ...        ranks share the encoding
 
 Writes tsne.png, of the first draw, and tsne.json beside the first checkpoint. The same classes and
@@ -99,6 +99,7 @@ class Measured(NamedTuple):
 
 def measure(encoder: ViT, samples: dict[str, Split], cfg: Settings) -> Measured:
     """Encode the samples of classes and compare their features."""
+    # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.
     frozen = Frozen(encoder, 1, cfg, samples)
     tables = []
     for name in samples:
@@ -174,7 +175,7 @@ def compare(cfg: Settings) -> dict[str, Any]:
                 f"t-SNE needs {package}: pip install -r paper/requirements.txt")
     encoders, digests = load_encoders(cfg.checkpoint, cfg.label, cfg.random_init)
     check_out(picture, ".png", cfg.program)
-    check_out(picture.with_suffix(".json"), ".json", cfg.program, list(digests.values()))
+    check_out(picture.with_suffix(".json"), ".json", cfg.program, list(digests.values()), vars(cfg))
     inside = os.path.join(cfg.data, "val")
     folder = inside if os.path.isdir(inside) else cfg.data
     classes, split = eval_linear.labelled("--data", folder)

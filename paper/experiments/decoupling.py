@@ -4,10 +4,13 @@
     python -m paper.experiments.decoupling --data imagenette2-160
 
 The paper, ViT-S, 100 epochs of ImageNet, linear top-1 (M parameters):
-    MoCo-v3 68.44 (42.9), SER 69.28 (43.4)                       layer 12    layer 3
-    AugSelf (43.7)                                               67.55       68.23
-    EquiMod (43.3)                                               68.95       69.51
-    STL (62.2), E-SSL (43.3; 2+4 views)                          65.49, 70.6 -
+                                  layer 12    layer 3
+    MoCo-v3 (42.9)                68.44
+    SER (43.4)                                69.28
+    AugSelf (43.7)                67.55       68.23
+    EquiMod (43.3)                68.95       69.51
+    STL (62.2)                    65.49
+    E-SSL (43.3; 2+4 views)       70.6
 
 An add-on's loss is on [CLS] after block --layer, the last one or SER's, and [CLS] is there from the
 first block on. Images, epochs and batch are alike, and weights are those of the methods' scripts;
@@ -65,7 +68,7 @@ def add_on(module: Any, base: Config, layer: int) -> Any:
     alike = {name: value for name, value in vars(base).items() if name not in kept}
     cfg = dataclasses.replace(own, **alike, layer=layer)
     if module is essl:
-        # Choice: the small crop keeps its share of the view's side, 96 of 224, on the patch grid.
+        # Choice: the small crop keeps the share of the view's side that its script gives it.
         side = base.image_size * own.local_size / own.image_size
         patches = max(1, round(side / base.patch_size))
         cfg = dataclasses.replace(cfg, local_size=patches * base.patch_size)

@@ -167,7 +167,7 @@ def run(options: argparse.Namespace, cfg: Config) -> str:
 
     @functools.cache
     def corrupted_images() -> Path:
-        folder = out / "corrupted"     # images that are there stay
+        folder = out / "corrupted" / Path(cfg.data).resolve().name     # images that are there stay
         corruptions.make(str(folder), cfg.data, measures.CORRUPTED, 0, cfg.workers)
         return folder
 

@@ -56,6 +56,7 @@ def grid(base: Config) -> Grid:
         "layer": {str(l): dict(equiv_layers=(l,), cls_layer=0 if l == depth else l)
                   for l in places},
         "cls": {str(c): dict(equiv_layers=own, cls_layer=c) for c in (0, *places) if c < depth},
+        # Choice: [CLS] enters where the base run has it; the paper does not say.
         "all": {"one layer": {}, "all layers": dict(equiv_layers=tuple(range(1, depth + 1)))},
         "group": {"full": {},
                   "- rot90": dict(group=("hflip", "scale")),

@@ -25,8 +25,8 @@ MOVED = (2000, 1000)       # the same for transformation prediction
 CORRUPTED = 10             # val images of a class that are corrupted
 
 class Kept(Config):
-    """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last, or,
-    of 15 epochs and more, about ten times."""
+    """MoCo-v3, the control or SER, whose run keeps its encoder after every epoch but the last, or
+    of 15 epochs and more about ten times."""
 
     @property
     def kept(self) -> range:
@@ -40,7 +40,7 @@ class Kept(Config):
         if epoch == 0:     # a new run: if some are there, they are of one that was deleted
             for old in path.parent.glob("epoch-*.pt"):
                 old.unlink()
-        if epoch in self.kept and not path.exists():
+        if epoch in self.kept and not path.exists():     # whole at an epoch's first step alone
             # A run saves after every epoch: before the first step of one, this is the last's end.
             state = ser.load_checkpoint(path.with_name("last.pt"))
             state["model"] = {name: weight for name, weight in state["model"].items()

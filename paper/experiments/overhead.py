@@ -44,7 +44,7 @@ METHODS = ("augself", "equimod", "stl", "essl")
 draw_geometry = ser.sample_geometry     # kept: `views` puts same_grid in its place
 
 def same_grid(batch: int, *how: Any, generator: torch.Generator, **more: Any) -> ser.Geometry:
-    """ser.sample_geometry, but the grid is drawn first, so that it is that of any size of b2."""
+    """ser.sample_geometry, but the grid is drawn first, so that no size of b2 changes it."""
     grid = draw_geometry(0, *how, generator=generator, **more).grid
     return draw_geometry(batch, *how, generator=generator, **more)._replace(grid=grid)
 

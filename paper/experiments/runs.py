@@ -31,7 +31,7 @@ PLAIN = dict(ratio=0.0, cls_layer=0)     # MoCo-v3 itself
 
 # Of runs on images, the blur of 224 pixels scaled to theirs. On a CPU an epoch of 9,469 takes 2 to
 # 3 minutes of a core that has products of bfloat16; blur, rate and crop were chosen by the accuracy
-# of MoCo-v3 alone (paper/README.md), which can only favour it. A GPU has time for ViT-S, at its
+# of MoCo-v3 alone (paper/README.md), which favours none but it. A GPU has time for ViT-S, at its
 # grid of 14 x 14, and for ser.py's 100 epochs and rate; 16 of 256 images are in b2.
 CPU = dict(image_size=64, patch_size=8, dim=128, depth=6, heads=4, cls_layer=2, equiv_layers=(2,),
            batch_size=128, ratio=0.125, moco_hidden=1024, base_lr=2e-3, crop_min=0.2, blur_max=0.57,

@@ -122,11 +122,13 @@ def test_mistakes_are_one_line(root, listed, tmp_path, capsys):
     numpy.save(tmp_path / "more.npy", numpy.array(["/02691156/b/", "/02691156/zz/"]))
     numpy.save(tmp_path / "few.npy", numpy.array(["/02691156/b/"]))
     (tmp_path / "text.npy").write_text("no list")
+    numpy.save(tmp_path / "numbers.npy", numpy.arange(3))
     for argv, line in (
             ([], "--data: the folder of 3DIEBench is needed"),
             (["--data", "nowhere"], "--data nowhere: no such folder"),
             (["--data", root, "--split", "none.npy"], f"download {bench3die.LIST}"),
             (["--data", root, "--split", str(tmp_path / "text.npy")], "is no list of names"),
+            (["--data", root, "--split", str(tmp_path / "numbers.npy")], "is no list of names"),
             (["--data", root, "--split", str(tmp_path / "more.npy")],
              f"1 of its objects are not in --data {root}, as 02691156/zz"),
             (["--data", root, "--split", str(tmp_path / "few.npy")],

@@ -225,6 +225,9 @@ def test_the_state_of_another_checkpoint_or_data_set_is_refused(toy, drawn, tmp_
     with pytest.raises(ser.UserError, match="images 24, .* there, 12, .* here"):
         finetune.finetune(fewer)
     checkpoint(tmp_path, moco_hidden=16, seed=1)
+    with pytest.raises(ser.UserError, match="a result of another checkpoint"):
+        finetune.finetune(cfg)
+    cfg.result.unlink()     # interrupted before there was one
     with pytest.raises(ser.UserError, match="sha256 .* there"):
         finetune.finetune(cfg)
 
@@ -346,8 +349,11 @@ def test_the_command_on_class_folders(toy, tmp_path, capsys):
 
 def test_a_checkpoint_of_dino(tmp_path, drawn):
     path = checkpoint(tmp_path, dino.build, dino.Settings, hidden=16, outputs=32)
-    result = finetune.finetune(Settings(checkpoint=path, **QUICK | dict(epochs=1)))
+    result = finetune.finetune(Settings(checkpoint=path, **QUICK | dict(epochs=1, seed=3)))
     assert result["encoder"] == "trained"
+    # Other scripts read the encoder's settings there, as the seed of --random-init.
+    fine = ser.load_checkpoint(tmp_path / "finetune.pt")
+    assert fine["config"] == ser.load_checkpoint(path)["config"] and fine["identity"]["seed"] == 3
     student = ser.load_checkpoint(path)["model"]
     for name, value in model_of(path)[0].base["encoder"].state_dict().items():
         assert torch.equal(value, student[f"base.encoder.{name}"])

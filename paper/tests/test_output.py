@@ -60,6 +60,11 @@ def test_a_result_of_the_same_program_may_be_replaced(tmp_path):
     check_out(path, ".json", "one")
     path.write_text(json.dumps({"program": "one", "sha256": ["a", "b"]}))
     check_out(path, ".json", "one", ["a", "b"])
+    settings = {"data": "x", "layers": [1, 2], "workers": 8}
+    path.write_text(json.dumps({"program": "one", "sha256": "a", "settings": settings}))
+    check_out(path, ".json", "one", "a", {"data": "x", "layers": (1, 2), "workers": 0})
+    with pytest.raises(ser.UserError, match=r"another layers \(\[1, 2\], now \[1\]\): remove it"):
+        check_out(path, ".json", "one", "a", {"data": "x", "layers": (1,), "workers": 8})
     for text in (json.dumps({"program": "two"}), "[1]", "", "{"):
         path.write_text(text)
         with pytest.raises(ser.UserError, match="is no result of one"):

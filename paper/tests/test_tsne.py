@@ -110,8 +110,11 @@ def test_a_comparison_is_one_picture_and_its_numbers(quick, data, tmp_path, caps
     assert tsne.main(given) == 0
     assert Path(a).with_name("tsne.png").read_bytes() == picture
     assert Path(a).with_name("tsne.json").read_text() == numbers
-    assert tsne.main([*given, "--seed", "1"]) == 0     # the same images
-    assert Path(a).with_name("tsne.png").read_bytes() != picture
+    other = [*given, "--seed", "1"]     # of the same images
+    assert tsne.main(other) == 2
+    assert "holds a result of another seed (0, now 1)" in capsys.readouterr().err
+    assert tsne.main([*other, "--out", str(tmp_path / "other.png")]) == 0
+    assert (tmp_path / "other.png").read_bytes() != picture
     Path(data, "n00/000.png").unlink()     # the numbers are those without it
     assert tsne.main(given) == 0
     without = json.loads(Path(a).with_name("tsne.json").read_text())["encoders"]
@@ -126,7 +129,8 @@ def test_ready_images_are_not_cropped_again(quick, data, tmp_path):
     path = toy_checkpoint(tmp_path / "a", moco_hidden=16)
     found = {}
     for ready in (False, True):
-        cfg = Settings(**QUICK | dict(data=data, checkpoint=(path,), random_init=True, ready=ready))
+        cfg = Settings(**QUICK | dict(data=data, checkpoint=(path,), random_init=True, ready=ready,
+                                      out=str(tmp_path / f"{ready}.png")))
         found[ready] = compare(cfg)["encoders"]["a"]["silhouette"]["values"]
     assert found[False] != found[True]
     _, split = eval_linear.labelled("--data", data)
