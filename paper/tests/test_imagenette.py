@@ -385,7 +385,7 @@ def test_corruptions_are_made_once_and_shown_as_their_mean(data, done, tmp_path,
                         lambda *_: {"corrupted, mean, %": 30.0, **strengths})
     out = shutil.copytree(done[0], tmp_path / "out")
     code, printed, _ = call(data, out, "--workers", "0", without=())
-    assert code == 0 and made == [(str(out / "corrupted"), str(data), 10, 0, 0)]
+    assert code == 0 and made == [(str(out / "corrupted" / data.name), str(data), 10, 0, 0)]
     assert "| corrupted, mean, %" in printed and "severity" not in printed
     assert "corrupted, severity 5, %" in read(out / "imagenette-0-1.json")["rows"]
 
