@@ -152,7 +152,7 @@ def test_neither_the_order_of_pairs_nor_that_within_all_pairs_matters(order):
     model.double()
     loss, _ = model.equivariance_loss([f1, f2], [])
     other, _ = model.equivariance_loss([f1[order], f2[order]], [])
-    close(other, loss, 1e-9)
+    close(other, loss, 1e-6)     # info_nce is in fp32, whatever the features are
     torn = [0, 2, 1, 3, 4, 5, 6, 7]     # pairs of other images
     other, _ = model.equivariance_loss([f1[torn], f2[torn]], [])
     assert abs(other - loss) > 1e-3
