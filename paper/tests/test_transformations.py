@@ -45,8 +45,9 @@ def knows_where(patches):
     bright = patches.mean(1)
     tokens = bright.new_zeros(len(bright), 4, 4, 4)
     for channel, (top, left) in enumerate(((0, 0), (0, 2), (2, 0), (2, 2))):
-        part = (slice(top, top + 2), slice(left, left + 2))
-        tokens[:, channel, *part] = bright[:, *part]
+        rows = slice(top, top + 2)
+        columns = slice(left, left + 2)
+        tokens[:, channel, rows, columns] = bright[:, rows, columns]
     return tokens
 
 def knows_nothing(patches):
