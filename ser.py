@@ -1,125 +1,103 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
 
 Self-supervised learning makes the final embedding of an image invariant to augmentations, and so
-erases geometric structure. SER leaves that objective as it is and adds another one at an
-intermediate layer, where the patch tokens still form a map of the image:
+erases geometric structure. SER keeps that objective and adds another one at an intermediate layer,
+where the patch tokens still form a map of the image:
 
-    f = f2 . f1    f1: the first blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         each batch has two parts: b1 gets the usual crops (policy T), b2, about 1% of
-                   the images, gets invertible geometry from a group G in place of a crop (T_eq)
-    L_inv          the base method's loss (here MoCo-v3's) on the final [CLS] of b1 and b2 together
-    L_equiv        patch-wise NT-Xent on b2 between rho_g(f1(x1)) and f1(x2), where
-                   x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
-    loss           L_inv + lambda * L_equiv
+    f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
+    b1, b2         the parts of a batch: b1 gets the usual crops (policy T); b2, a share r = .01 of
+                   the images, gets invertible geometry from a group G in place of crops (T_eq)
+    L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
+                   one mean, where Eq. 3 reads as a sum of two (why: section 6)
+    L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
+                   where x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
+    loss           L_inv + lambda L_equiv, lambda = .5
 
-    python ser.py                                                   a small ViT on drawn images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU, or a CPU, or a Mac
+    python ser.py                                                   a small ViT, synthetic images
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
 
-1 Group (paper 3.1), 2 Views (3.2), 3 Encoder (3.1), 4 Equivariance loss (3.3), 5 Base method (4.1),
-6 SER (Algorithm 1), 7 Config (4.1), 8 Data, 9 Training, 10 Command line. `# Paper:` marks what the
-paper prescribes, `# Choice:` where it is silent, or the release (github.com/aitrics-chris/SER)
-differs from it. Axes: B images (B1 of b1, B2 of b2), 3 x h x w pixels (S x S if square), N tokens
-on a grid of H x W (rows first), D width, K projection, R ranks.
+    1 Group               one operator moves pixels and tokens          paper 3.1
+    2 Views               T for b1, T_eq for b2                         paper 3.2
+    3 Encoder             a ViT into which [CLS] enters late            paper 3.1
+    4 Equivariance loss   NT-Xent over patches                          paper 3.3
+    5 Base method         MoCo-v3                                       paper 4.1
+    6 SER                 the two losses together                       Algorithm 1
+    7 Settings            every flag                                    paper 3.3, 4.1, A.2
+    8 Data                image files, synthetic images, order of a run
+    9 Training            checkpoint, log, loop
+`# Paper:` marks what the paper prescribes, `# Choice:` what it leaves open, or where we follow the
+authors' release (github.com/aitrics-chris/SER) against it. Axes:
+    B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
+    C h w    channels (3 of pixels), rows and columns of a map; S x S pixels of a square view
+    N H W    tokens of a map, its rows and its columns: N = H W
+    D K      width of the encoder, width of a projection
 """
-from __future__ import annotations
-
-import argparse
-import contextlib
 import copy
-import ctypes
-import dataclasses
-import fcntl
-import hashlib
 import json
 import math
 import os
 import random
-import signal
 import sys
-import tempfile
-import time
-import traceback
-import warnings
-import zipfile
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Iterator, NamedTuple, Sequence
+from typing import IO, Any, Callable, Iterator, NamedTuple, Sequence
 
-os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")   # before torch; for a Mac's GPU
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
-from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor, nn
+from torchvision.io import decode_image
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale, to_pil_image
+from torchvision.transforms.functional import center_crop, rgb_to_grayscale
+from torchvision.utils import save_image
 from tqdm import tqdm
 
-class UserError(ValueError):
-    """A mistake that a person can mend: one line on stderr and exit code 2."""
-
-def require(ok: bool, message: str) -> None:
-    """Raise UserError(message), which names the value and the way out, unless `ok`."""
-    if not ok:
-        raise UserError(message)
-
-def setting(default: Any, least: float, most: float, text: str) -> Any:
-    """A field of Config: its default, its range (ignored for a text) and its help."""
-    return dataclasses.field(default=default, metadata={"range": (least, most), "help": text})
-
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# G holds quarter turns, horizontal flips and anisotropic scaling. Its action rho_g is the same for
-# an image and for its token map: turns and flips permute pixels or tokens, scaling resizes. Nothing
-# of it is learned. Functions meant to be copied into other code write torch.Tensor in full.
-
+# G holds quarter turns, horizontal flips and anisotropic scaling. rho_g permutes and resizes pixels
+# and tokens alike; nothing is learned. Sections 1 and 4, to be copied, write torch.Tensor in full.
 class Geometry(NamedTuple):
-    """An element of G for each image of a batch; scaling is stored as the grid that it leads to.
-    flip and turns stay on the CPU, where reading them does not wait for a GPU."""
-    # Choice: one grid for all images of a view, so that they form one tensor, as in the release.
+    """An element of G for each image of a batch; scaling is stored as the grid that it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
+    # Choice: one grid for all images of a view, so that they form one tensor, as in the release.
     grid: tuple[int, int]    # (H, W) of the result in tokens, rows first
 
-def sample_geometry(batch: int, grid: int = 14, area: tuple[float, float] = (0.7, 1.3),
-                    aspect: tuple[float, float] = (3 / 4, 4 / 3),
+def sample_geometry(batch: int, grid: int = 14,
                     elements: tuple[str, ...] = ("rot90", "hflip", "scale"),
                     generator: torch.Generator | None = None) -> Geometry:
-    """Draw a flip and turns per image, and one grid for all; `grid`: side of the unscaled map.
-
-    The grid has grid^2 tokens times a uniform `area`, at a log-uniform W / H; its sides are
-    rounded, each 10 to 18 for grid 14. An element that `elements` lacks stays the identity, and the
-    draws of the others do not change. Raises ValueError for an unknown element."""
-    if not set(elements) <= {"rot90", "hflip", "scale"}:
-        raise ValueError(f"group {' '.join(elements)}: choose among rot90 hflip scale")
-    flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
-    turns = torch.randint(4, (batch,), generator=generator) * ("rot90" in elements)
+    """Draw flips and turns, and one grid for all images. grid: side of the map before scaling.
+    Elements that are left out are drawn, too, and then made the identity."""
+    flip = torch.rand(batch, generator=generator) < 0.5
+    turns = torch.randint(4, (batch,), generator=generator)
+    # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
     u, v = torch.rand(2, generator=generator).tolist()
+    area = 0.7 + 0.6 * u                    # uniform
+    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform
+    height = round(grid * math.sqrt(area / aspect))
+    width = round(grid * math.sqrt(area * aspect))
+    if "hflip" not in elements:
+        flip = torch.zeros_like(flip)
+    if "rot90" not in elements:
+        turns = torch.zeros_like(turns)
     if "scale" not in elements:
-        return Geometry(flip, turns, (grid, grid))
-    # Choice: [0.7, 1.3] (4.1) bounds the area, [3/4, 4/3] the aspect, both as in the release.
-    tokens = grid ** 2 * (area[0] + u * (area[1] - area[0]))
-    width_to_height = aspect[0] * (aspect[1] / aspect[0]) ** v
-    height = max(1, round(math.sqrt(tokens / width_to_height)))
-    width = max(1, round(math.sqrt(tokens * width_to_height)))
+        height = width = grid
     return Geometry(flip, turns, (height, width))
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on the grid of g2.
 
-    Let Q be a quarter turn and M the flip, so that an element is Q^t M^m. A mirror image turns the
-    other way round, M Q = Q^-1 M, hence
+    Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m flips. A
+    mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    Scaling drops out: turns and flips commute with resizing (an odd turn swaps H and W), so that
-    rho resizes once, last, to g.grid, whatever size g1 gave. So x2 = rho_g(x1), exactly where
-    nothing is scaled, else up to resampling."""
+    Scaling needs no composing: turns and flips commute with resizing (an odd turn swaps H and W),
+    so rho resizes once, to g.grid, and x2 = rho_g(x1) up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Resample (B, C, h, w), float or uint8, to (B, C, *size): one operator for crops, b2, tokens
-    and position codes (3.2). antialias=True does to a tensor what Pillow does to an image."""
+    """(B, C, h, w) -> (B, C, *size), float or uint8. Paper: 3.2, one operator for all uses."""
     if x.shape[-2:] == size:
         return x
     return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)
@@ -127,46 +105,38 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
 
-    cell=1 moves token maps, cell=patch_size moves pixels, by the same code. Flips and turns are
-    permutations, exact bit for bit; only a change of size resamples. Gradients flow through."""
+    cell=1 moves token maps, cell=patch_size moves pixels. Flips and turns permute, bit for bit;
+    only a change of size resamples. Gradients flow through."""
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    moved = x.new_empty(*x.shape[:2], *size)
-    for flip in (False, True):     # each image is in one of eight branches, moved as one batch
+    moved = x.new_empty(x.shape[:2] + size)
+    for flip in (False, True):
         for turns in range(4):
-            members = ((g.flip == flip) & (g.turns == turns)).nonzero().flatten()
-            if len(members) > 0:
-                members = members.to(x.device, non_blocking=x.is_cuda)     # a GPU is not waited for
-                part = x[members].flip(-1) if flip else x[members]
+            same = (g.flip == flip) & (g.turns == turns)     # images that share this element
+            rows = same.nonzero().flatten().to(x.device, non_blocking=True)
+            if len(rows) > 0:     # g is on the CPU: nothing waits for a GPU
+                part = x[rows].flip(-1) if flip else x[rows]
                 part = torch.rot90(part, turns, (-2, -1))
-                moved[members] = resize(part, size)
+                moved[rows] = resize(part, size)
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader's processes decode an image once and cut its views; the device moves b2 and jitters all
-# images. Crop and jitter are drawn from (seed, epoch, image), geometry from (seed, step, view), so
-# that a resumed run goes on with the same draws. They travel with the view that they made: SER
-# reads the geometry alone, and methods in paper/methods learn from the others.
-
+# The loader decodes and cuts images; the device applies rho to b2 and jitters all. Draws are seeded
+# by (run, epoch, image) or (run, step, view), so that no rank or worker repeats another's.
 class Policy(NamedTuple):
-    """What T draws one view from (flip, colour jitter and grayscale are alike for all views)."""
-    size: int                            # side of the view, pixels
-    area: tuple[float, float] | None     # of the crop, share of the image; None: plain centre crop
-    blur: float                          # probability
-    solarize: float                      # probability
-    blur_max: float = 2.0                # largest standard deviation of the blur, pixels
+    """What differs between views; all else that T and T_eq draw is alike."""
+    size: int                       # side of the view, pixels
+    area: tuple[float, float]       # of the crop, share of the image
+    blur: float                     # probability
+    solarize: float                 # probability
 
-class Crop(NamedTuple):
-    """Where a view was cut, in shares of the image's height and width, so that it holds at any
-    size. The data loader collates the Crops of a batch into one Crop of (B,) tensors."""
-    top: float = 0.0
+class Augmentation(NamedTuple):
+    """What makes a view of an image; the defaults do nothing. The loader joins those of a batch."""
+    top: float = 0.0                    # of the crop, in shares of the image's height and width
     left: float = 0.0
     height: float = 1.0
     width: float = 1.0
-    flip: bool = False     # mirrored after the cut
-
-class Jitter(NamedTuple):
-    """What is done to a view's colours; the defaults do nothing. Collated as Crop is."""
-    brightness: float = 1.0
+    flip: bool = False                  # mirrored after the crop
+    brightness: float = 1.0             # factors
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
@@ -176,128 +146,90 @@ class Jitter(NamedTuple):
     solarize: bool = False
 
 class View(NamedTuple):
-    """One view of every image of the batch, and what made it."""
-    images: list[Tensor]          # [b1 (B1, 3, S, S), b2 (B2, 3, h, w)] or one alone; normalised
-    crop: Crop                    # rows: b1, then b2
-    jitter: Jitter                # rows: b1, then b2
-    geometry: Geometry | None     # of b2; None without b2
+    """One view of every image of a batch, and what made it."""
+    b1: Tensor                     # (B1, 3, S, S), normalised
+    b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
+    geometry: Geometry | None      # of b2
+    augmentation: Augmentation     # rows: b1, then b2
 
-class Batch(NamedTuple):
-    """What a model is called with."""
-    views: list[View]
-
-class Key(NamedTuple):
-    """Asks the data set for an image's views."""
-    epoch: int
-    index: int       # of the image in the data set
-    partner: int     # the image at the even place of its pair 2i, 2i + 1 of the rank's batch (STL)
-    in_b2: bool
-
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
-STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes."""
-    # Not on a Mac's GPU, which may read what was copied "non-blocking" after it was freed.
-    return (x - MEAN.to(x, non_blocking=x.is_cuda)) / STD.to(x, non_blocking=x.is_cuda)
-
-def seed_of(*key: Any) -> int:
-    """A seed that depends on the whole key: Python hashes its text with SHA-512."""
-    return random.Random(repr(key)).getrandbits(63)
+def ranks_and_rank() -> tuple[int, int]:
+    """(R, this rank); (1, 0) in a single process."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator seeded by the key."""
-    return torch.Generator().manual_seed(seed_of(*key))
+    """A CPU generator whose seed depends on the whole key: Python hashes its text with SHA-512."""
+    return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
-def seed_draws(*key: Any) -> None:
-    """Seed the global CPU generators: Python's, and torch's, as torchvision takes no other."""
-    random.seed(seed_of(*key))
-    torch.default_generator.manual_seed(seed_of(*key))     # torch.manual_seed is slow
-
-def sample_crop(image: Tensor, area: tuple[float, float] | None) -> Crop:
-    """torchvision's RandomResizedCrop of (3, h, w) and a flip; for area None the plain centre."""
-    h, w = image.shape[-2:]
-    if area is None:
-        side = min(h, w) * 224 / 256     # as if the shorter side became 256 and 224 were cut out
-        return Crop((1 - side / h) / 2, (1 - side / w) / 2, side / h, side / w)
-    top, left, height, width = RandomResizedCrop.get_params(image, list(area), [3 / 4, 4 / 3])
-    return Crop(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
-
-def sample_jitter(policy: Policy) -> Jitter:
-    """MoCo-v3's draws for one image: colour jitter (.4, .4, .2, .1), in random order, with
-    probability .8, grayscale with .2, blur and solarization with the policy's. A plain centre crop
-    gets no jitter."""
-    jitter = Jitter()
-    if policy.area is None:
-        return jitter
+def draw_view(image: Tensor, policy: Policy, crop: bool) -> tuple[Tensor, Augmentation]:
+    """Cut a view (3, S, S) out of (3, h, w), and draw MoCo-v3's jitter for it."""
+    drawn = Augmentation()
+    if crop:
+        h, w = image.shape[-2:]
+        top, left, height, width = RandomResizedCrop.get_params(image, policy.area, (3 / 4, 4 / 3))
+        image = image[:, top:top + height, left:left + width]
+        drawn = Augmentation(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
+    # Choice: a whole image is made a square, as a crop is.
+    size = policy.size
+    pixels = resize(image[None], (size, size))[0]
+    if drawn.flip:
+        pixels = pixels.flip(-1)
     if random.random() < 0.8:
-        jitter = Jitter(brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
-                        saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
-                        order=torch.randperm(4))
-    gray = random.random() < 0.2
-    blur = random.uniform(0.1, policy.blur_max) if random.random() < policy.blur else 0.0
-    solarize = random.random() < policy.solarize
-    return jitter._replace(gray=gray, blur=blur, solarize=solarize)
-
-def cut(image: Tensor, crop: Crop, size: int) -> Tensor:
-    """(3, h, w) -> (3, size, size): the crop, resized, then flipped."""
-    h, w = image.shape[-2:]
-    top = round(crop.top * h)
-    left = round(crop.left * w)
-    bottom = top + max(1, round(crop.height * h))
-    right = left + max(1, round(crop.width * w))
-    part = resize(image[None, :, top:bottom, left:right], (size, size))[0]
-    return part.flip(-1) if crop.flip else part
+        drawn = drawn._replace(
+            brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
+            saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
+            order=torch.randperm(4))
+    if random.random() < policy.blur:
+        # Choice: MoCo-v3's 0.1 to 2 pixels of 224, scaled to the side of the view.
+        drawn = drawn._replace(blur=random.uniform(0.1, 2.0) * policy.size / 224)
+    drawn = drawn._replace(gray=random.random() < 0.2, solarize=random.random() < policy.solarize)
+    return pixels, drawn
 
 class Dataset(torch.utils.data.Dataset):
-    """Key -> ([(pixels (3, S, S) uint8, Crop, Jitter) of each view], name of a broken file or "").
+    """Key (epoch, index, in_b2) -> for each policy, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or the images (n, 3, h, w) uint8 themselves."""
     def __init__(self, source: Sequence[str] | Tensor, policies: Sequence[Policy], seed: int):
         self.source = source
         self.policies = policies
         self.seed = seed
 
-    def draw(self, key: Key, image: Tensor) -> list[tuple[Crop, Jitter]]:
-        """What makes the views of an image. The data set of another method may override it."""
-        seed_draws(self.seed, "image", key.epoch, key.index)
-        draws = []
-        for policy in self.policies:
-            # Paper: 3.2. T_eq keeps the jitter of T but not its crop: g acts on whole images.
-            # Choice: `cut` makes whole images square first, S x S.
-            crop = Crop() if key.in_b2 else sample_crop(image, policy.area)
-            draws.append((crop, sample_jitter(policy)))
-        return draws
+    def __getitem__(self, key: tuple[int, int, bool]) -> list:
+        epoch, index, in_b2 = key
+        image = self.source[index]
+        if isinstance(image, str):
+            image = read_image(image)
+        seed = rng(self.seed, "image", epoch, index).initial_seed()
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)     # not GPUs'; torchvision draws from it
+        # Paper: 3.2, T_eq has no crop: g will act on the whole image.
+        return [draw_view(image, policy, crop=not in_b2) for policy in self.policies]
 
-    def __getitem__(self, key: Key) -> tuple[list[tuple[Tensor, Crop, Jitter]], str]:
-        broken = ""
-        image = torch.zeros(3, 8, 8, dtype=torch.uint8)     # black, if no file can be read
-        for place in range(key.index, key.index + 8):       # the image, then those after it
-            item = self.source[place % len(self.source)]
-            try:
-                image = item if isinstance(item, Tensor) else read_image(item)
-                break
-            except Exception as error:     # decoders raise what they like
-                broken = broken or f"{item} ({error})"
-        views = [(cut(image, crop, policy.size), crop, jitter)
-                 for policy, (crop, jitter) in zip(self.policies, self.draw(key, image))]
-        return views, broken
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+def normalise(x: Tensor) -> Tensor:
+    """Images in [0, 1] -> what the encoder takes."""
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue of (n, 3, h, w) by `shift` (n, 1, 1, 1) of a full circle (hexcone model)."""
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
-    c = torch.where(chroma == 0, 1, chroma)     # what divides: gray has hue 0
+    c = torch.where(chroma == 0, 1, chroma)     # gray has hue 0
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
     hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
-    # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)), k = (i + hue) mod 6.
-    k = torch.cat([(i + hue + 6 * shift) % 6 for i in (5, 3, 1)], dim=1)     # red, green, blue
+    hue = hue + 6 * shift
+    # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)).
+    offsets = torch.arange(5, 0, -2, device=x.device)     # of red, green, blue: 5, 3, 1
+    k = (hue + offsets.view(3, 1, 1)) % 6
     return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1), in pixels; the borders are mirrored."""
+    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) pixels; the borders are mirrored."""
     n, _, h, w = x.shape
-    radius = min(6, h - 1, w - 1)     # 6: three times the largest sigma
+    radius = min(math.ceil(6 * max(h, w) / 224), h - 1, w - 1)     # about 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)     # adds up to 1
     kernel = kernel.repeat_interleave(3, dim=0)     # (3 n, 2 radius + 1), a row for each channel
@@ -305,11 +237,10 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
-# torchvision's operations, with a parameter (n, 1, 1, 1) of its own for each of n images in [0, 1].
-# other.lerp(x, f) is x for f = 1, `other` for 0, and beyond x for more than 1.
+# torchvision's operations on n images in [0, 1], each with a parameter of its own, (n, 1, 1, 1).
 OPERATIONS = {
     "brightness": lambda x, f: (f * x).clamp(0, 1),
-    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), keepdim=True).lerp(x, f).clamp(0, 1),
+    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
     "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
     "hue": shift_hue,
     "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
@@ -317,77 +248,52 @@ OPERATIONS = {
     "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x),
 }
 
-def photometric(x: Tensor, jitter: Jitter) -> Tensor:
-    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `jitter`, and normalised."""
+def photometric(x: Tensor, drawn: Augmentation) -> Tensor:
+    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `drawn`, and normalised."""
     x = x.clone()     # do not change the caller's tensor
-    last = torch.tensor([4, 5, 6]).expand(len(x), 3)
-    order = torch.cat([jitter.order, last], dim=1)     # (B, 7), numbers in OPERATIONS
-    for place in range(7):     # each image's place-th operation, equal ones together
-        for number, name in enumerate(OPERATIONS):
-            value = getattr(jitter, name)
-            drawn = value != getattr(Jitter(), name)     # who drew nothing has the default
-            rows = (drawn & (order[:, place] == number)).nonzero().flatten()
-            if len(rows) > 0:     # rows are on the CPU, so that nothing waits for a GPU
-                value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=x.is_cuda)
-                rows = rows.to(x.device, non_blocking=x.is_cuda)
-                x[rows] = OPERATIONS[name](x[rows], value)
+
+    def apply(name: str, due: Tensor | bool = True) -> None:     # due: (B,), which images
+        value = getattr(drawn, name)
+        rows = (due & (value != getattr(Augmentation(), name))).nonzero().flatten()
+        if len(rows) > 0:
+            value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
+            rows = rows.to(x.device, non_blocking=True)
+            x[rows] = OPERATIONS[name](x[rows], value)
+
+    for k in range(4):
+        for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
+            apply(name, drawn.order[:, k] == number)
+    for name in ("gray", "blur", "solarize"):
+        apply(name)
     return normalise(x)
 
-def partition(indices: list[int], epoch: int, n_b2: int, rank: int, ranks: int) -> list[Key]:
-    """A rank's keys for a step. indices: the step's images, the b1 of all ranks, then the b2 of all
-    ranks; the rank takes its slice of each. n_b2: |b2| of one rank."""
-    n_b1 = len(indices) // ranks - n_b2
-    b1 = indices[:n_b1 * ranks]
-    b2 = indices[n_b1 * ranks:]
-    own = b1[rank * n_b1:(rank + 1) * n_b1] + b2[rank * n_b2:(rank + 1) * n_b2]
-    return [Key(epoch, index, own[i // 2 * 2], i >= n_b1) for i, index in enumerate(own)]
-
-def make_views(loaded: list[tuple[Tensor, Crop, Jitter]], cfg: Common, step: int, rank: int = 0,
-               ranks: int = 1) -> Batch:
-    """Finish the views on the device: the geometry of b2, then the jitter of all. loaded: for each
-    view, pixels (B, 3, S, S) uint8 on the device, rows b1 then b2, and their draws on the CPU.
-    cfg: the settings (section 7)."""
-    n_b2 = cfg.b2_images(ranks)     # |b2| of this rank
+def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
+    """Apply rho to b2, then jitter all. loaded: for each view, pixels (B, 3, S, S) uint8 on the
+    device, rows b1 then b2, and their draws on the CPU."""
+    ranks, rank = ranks_and_rank()
+    n_b2 = b2_images(args, ranks)     # |b2| of this rank
     views = []
-    for v, (pixels, crop, jitter) in enumerate(loaded):
-        sizes = [len(pixels) - n_b2, n_b2]     # of b1 and b2
-        parts = list((pixels.float() / 255).split(sizes))
-        columns = [column.split(sizes) for column in jitter]
-        jitters = [Jitter(*rows) for rows in zip(*columns)]
+    for v, (pixels, drawn) in enumerate(loaded):
+        x = pixels.float() / 255
+        n_b1 = len(x) - n_b2
+        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in drawn]))
+        b2 = None
         geometry = None
         if n_b2 > 0:
-            # Every rank draws for the whole b2 of this step and view, and keeps its own rows: all
-            # share the grid, and none repeats the draws of another.
-            generator = rng(cfg.seed, "geometry", step, v)
-            g = sample_geometry(ranks * n_b2, grid=pixels.shape[-1] // cfg.patch_size,
-                                elements=cfg.group, generator=generator)
+            # Every rank draws for the b2 of all ranks, which share the grid, and keeps its rows.
+            g = sample_geometry(ranks * n_b2, pixels.shape[-1] // args.patch_size, args.group,
+                                rng(args.seed, "geometry", step, v))
             own = slice(rank * n_b2, (rank + 1) * n_b2)
             geometry = Geometry(g.flip[own], g.turns[own], g.grid)
-            parts[1] = rho(geometry, parts[1], cfg.patch_size)
-        images = [photometric(x, drawn) for x, drawn in zip(parts, jitters) if len(x) > 0]
-        views.append(View(images, crop, jitter, geometry))
-    return Batch(views)
+            moved = rho(geometry, x[n_b1:], args.patch_size)
+            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in drawn]))
+        views.append(View(b1, b2, geometry, drawn))
+    return views
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
-# f1 is the blocks up to the layer of L_equiv, whose tokens are a map of the image; f2 is the rest.
-# By default [CLS] is inserted right between them; the ablations insert it elsewhere, and a map
-# never holds it. b1 and b2 differ in size, yet pass through together: b2 is 1% of the images, too
-# few to fill a GPU with a pass of their own.
-
-def pack(parts: Sequence[Tensor]) -> Tensor:
-    """The tokens of all parts (B_i, N_i, D) end to end: (sum of B_i * N_i, D)."""
-    return torch.cat([tokens.flatten(0, 1) for tokens in parts])
-
-def unpack(x: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `pack`: (sum of B_i * N_i, C) -> (B_i, N_i, C) of each part, for any width C. Of parts
-    only the shapes are read."""
-    sizes = [tokens.shape[:2] for tokens in parts]
-    pieces = x.split([B * N for B, N in sizes])
-    return [piece.view(B, N, -1) for piece, (B, N) in zip(pieces, sizes)]
-
+# [CLS] is inserted between f1 and f2 by default, elsewhere in ablations. A map never holds it.
 class Block(nn.Module):
-    """A pre-norm transformer block with timm's parameter names, on the parts of a batch, (B_i, N_i,
-    D) each. Attention works on one part at a time, all else on all tokens in one piece."""
+    """A pre-norm transformer block with timm's parameter names: (B, N, D) -> (B, N, D)."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -396,55 +302,29 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
-    def forward(self, parts: list[Tensor]) -> list[Tensor]:
-        x = pack(parts)
-        x = x + self.attention(x, parts)
-        x = x + self.feed_forward(x)
-        return unpack(x, parts)
-
-    def attention(self, x: Tensor, parts: list[Tensor]) -> Tensor:
-        attended = []
+    def forward(self, x: Tensor) -> Tensor:
         qkv = self.attn["qkv"](self.norm1(x))
-        for part in unpack(qkv, parts):
-            part = part.unflatten(2, (3, self.heads, -1))             # (B, N, 3, heads, D / heads)
-            q, k, v = part.permute(2, 0, 3, 1, 4)                     # (B, heads, N, D / heads)
-            out = F.scaled_dot_product_attention(q, k, v)
-            attended.append(out.transpose(1, 2).flatten(2))                  # (B, N, D)
-        return self.attn["proj"](pack(attended))
-
-    def feed_forward(self, x: Tensor) -> Tensor:
+        qkv = qkv.unflatten(2, (3, self.heads, -1))              # (B, N, 3, heads, D / heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                     # (B, heads, N, D / heads)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
-        return self.mlp["fc2"](hidden)
-
-def sincos_codes(grid: int, dim: int) -> Tensor:
-    """MoCo-v3's fixed codes, (1, dim, grid, grid): sin and cos of the row, then of the column."""
-    omega = 10000 ** -(torch.arange(dim // 4) / (dim // 4))
-    angles = omega[:, None] * torch.arange(grid)                             # (dim / 4, grid)
-    codes = torch.cat([angles.sin(), angles.cos()])                          # (dim / 2, grid)
-    rows = codes[:, :, None].expand(-1, grid, grid)          # the same along a row
-    return torch.cat([rows, rows.mT])[None]                  # rows.mT: the same along a column
+        return x + self.mlp["fc2"](hidden)
 
 class Encoded(NamedTuple):
-    """What the encoder makes of one part of a batch."""
+    """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    early: dict[int, Tensor]     # layer -> (B, D), [CLS] after that block where it is in, no norm
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block where it is in, no norm
 
 class ViT(nn.Module):
-    """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer`. With
-    cls_layer 0 it computes what timm's ViT does. Raises ValueError for a bad shape."""
+    """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
+    0: a plain ViT. Raises ValueError for a later block."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
-                 heads: int = 6, cls_layer: int = 3, position: str = "learned"):
+                 heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        fit = math.ceil(image_size / patch_size) * patch_size
-        require(image_size == fit,
-                f"--image-size {image_size}: no multiple of --patch-size {patch_size}, try {fit}")
-        require(dim % heads == 0 and dim % 4 == 0,
-                f"--dim {dim}: must be a multiple of 4 and of --heads {heads}")
-        require(0 <= cls_layer < depth, f"--cls-layer {cls_layer}: must lie in 0..{depth - 1}")
-        require(position in ("learned", "sincos"), f"--position {position}: learned or sincos")
-        self.shape = dict(image_size=image_size, patch_size=patch_size, dim=dim, depth=depth,
-                          heads=heads, cls_layer=cls_layer, position=position)
+        if not 0 <= cls_layer < depth:
+            raise ValueError(f"cls_layer {cls_layer} must lie in 0..{depth - 1}")
         self.grid = image_size // patch_size
         self.patch_size = patch_size
         self.dim = dim
@@ -464,71 +344,43 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned codes, as in the release and in Table 1 (42.9 M parameters; fixed codes
-        # would make it 42.8 M), resampled to the grids of b2. [CLS] has none.
+        # Choice: learned codes, as in the release and in Table 1 (42.9 M trained parameters;
+        # fixed codes would make it 42.8 M), resampled to the grids of b2. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        if position == "sincos":
-            self.pos_embed.requires_grad_(False).copy_(sincos_codes(self.grid, dim))
 
-    def embed(self, x: Tensor) -> Tensor:
-        """Patch tokens with position codes: (B, 3, h, w) -> (B, N, D)."""
-        h, w = x.shape[-2:]
-        require(h % self.patch_size == 0 and w % self.patch_size == 0,
-                f"{h} x {w} pixels are off the grid of patch size {self.patch_size}")
-        tokens = self.patch_embed["proj"](x)                                 # (B, D, H, W)
-        codes = resize(self.pos_embed, tuple(tokens.shape[-2:]))             # (1, D, H, W)
-        return (tokens + codes).flatten(2).mT
-
-    def forward(self, images: Sequence[Tensor], map_layers: Sequence[int] = ()) -> list[Encoded]:
-        """Encode parts (B_i, 3, h_i, w_i) of any sizes in one pass. map_layers: the blocks to fill
-        Encoded.maps and .early for; 0 is the embedding, in front of the first block."""
-        if isinstance(images, Tensor):
-            raise TypeError("the encoder takes a list of image tensors: encoder([x])")
-        encoded = [Encoded(None, {}, {}) for _ in images]     # cls follows at the end
-        tokens = [self.embed(x) for x in images]
+    def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
+        """Encode (B, 3, h, w), h and w any multiples of the patch size. layers: the blocks whose
+        maps and cls_at are returned; 0 is the embedding."""
+        x = self.patch_embed["proj"](images)                        # (B, D, H, W)
+        grid = tuple(x.shape[-2:])
+        x = (x + resize(self.pos_embed, grid)).flatten(2).mT        # (B, N, D)
+        maps = {}
+        cls_at = {}
         for layer in range(self.depth + 1):
             if layer > 0:
-                tokens = self.blocks[layer - 1](tokens)
-            if layer in map_layers:
-                for x, t, found in zip(images, tokens, encoded):
-                    if layer > self.cls_layer:     # then [CLS] is token 0
-                        found.early[layer] = t[:, 0]
-                        t = t[:, 1:]
-                    rows = x.shape[-2] // self.patch_size
-                    found.maps[layer] = t.mT.unflatten(2, (rows, -1))
-            if layer == self.cls_layer:     # (B, N, D) -> (B, 1 + N, D)
-                cls = self.cls_token
-                tokens = [torch.cat([cls.expand(len(t), -1, -1), t], dim=1) for t in tokens]
-        return [found._replace(cls=self.norm(t[:, 0])) for found, t in zip(encoded, tokens)]
-
-    def last_cls(self, x: Tensor, n: int = 4) -> Tensor:
-        """(B, n * D), the input of the linear probe (paper 4.1): LayerNorm of [CLS] after each of
-        the last n blocks. Raises ValueError if one of them has none."""
-        require(1 <= n <= self.depth - self.cls_layer,
-                f"last_cls: n = {n}, but [CLS] enters after block {self.cls_layer} of {self.depth}")
-        last = range(self.depth - n + 1, self.depth + 1)
-        early = self([x], last)[0].early
-        return torch.cat([self.norm(early[layer]) for layer in last], dim=1)
+                x = self.blocks[layer - 1](x)
+            if layer in layers:
+                patches = x
+                if layer > self.cls_layer:                          # then [CLS] is token 0
+                    cls_at[layer] = x[:, 0]
+                    patches = x[:, 1:]
+                maps[layer] = patches.mT.unflatten(2, grid)
+            if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
+                x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
-# An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place;
-# its negatives are all tokens, of both views, of the *other* images of b2, over all ranks. Nothing
-# is detached: anchors, positives and negatives all carry gradient.
-# Paper: the formula of 3.3; the comment in Algorithm 1, "other images/tokens", is looser.
-
+# An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
+# its negatives all tokens, of both views, of the *other* images of b2, over all ranks (the formula
+# of 3.3; the comment in Algorithm 1 is looser). All of them carry gradient.
 class AllGather(torch.autograd.Function):
-    """(B, ...) of every rank -> (R * B, ...), in the order of the ranks, with the gradient.
-
-    A rank's rows enter the loss of every rank, so their gradient is the sum over ranks; with the
-    mean that DDP then takes, R ranks equal one process. If shapes differ, all raise ValueError."""
+    """(B, ...) of each rank -> (R * B, ...), in rank order. A rank's rows enter the loss of every
+    rank, so their gradient is the sum over ranks: with DDP's mean, R ranks equal one process."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        shapes = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(shapes, tuple(x.shape))
-        if len(set(shapes)) > 1:
-            raise ValueError(f"the batches of the ranks differ in shape: {shapes}")
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in shapes]
-        torch.distributed.all_gather(parts, x.contiguous())
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, x)
         return torch.cat(parts)
 
     @staticmethod
@@ -538,106 +390,68 @@ class AllGather(torch.autograd.Function):
         ranks = torch.distributed.get_world_size()
         return gradient.chunk(ranks)[torch.distributed.get_rank()]
 
-def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3,
-                 chunk: int | None = None) -> torch.Tensor:
+def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine divided by the temperature. z: (B, N, K), the projected tokens of
-    rho_g(f1(x1)); z_prime: (B, N, K), those of f1(x2); floats, computed in fp32. Returns a scalar.
-    With several ranks, anchors are local and keys come from all ranks; the mean over ranks is the
-    loss of the whole batch. chunk: the number of anchors whose logits are held at a time (None: 32
-    MB of logits); they are computed again in the backward pass, so that memory does not grow with
-    the square of B * N, at equal value and gradient. Raises ValueError for unequal shapes, a
-    temperature or chunk that is not positive, or a single image."""
-    B, N, K = z.shape
-    if z_prime.shape != z.shape or temperature <= 0 or (chunk is not None and chunk < 1):
-        raise ValueError(f"shapes {tuple(z.shape)} and {tuple(z_prime.shape)} must be equal, "
-                         f"temperature {temperature} and chunk {chunk} positive")
+    where s is the cosine divided by the temperature. z, z_prime: (B, N, K), the projected tokens of
+    rho_g(f1(x1)) and of f1(x2); computed in fp32; at least two images over all ranks. Anchors are
+    local, keys come from all ranks: the mean over ranks is the loss of the whole batch."""
     with torch.autocast(z.device.type, enabled=False):
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
-        keys = torch.stack([z, z_prime], dim=1)                  # (B, 2, N, K)
-        offset = 0                                               # index of this rank's first image
+        keys = torch.cat([z, z_prime], dim=1)                        # (B, 2N, K)
+        own = torch.arange(len(z), device=z.device)                  # (B,), i, as an index of keys
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            keys = AllGather.apply(keys)                         # (R * B, 2, N, K)
-            offset = B * torch.distributed.get_rank()
-        n_images = len(keys)
-        if n_images < 2:
-            raise ValueError("negatives are tokens of other images, and there is only one image")
-        keys = keys.flatten(0, 2)                                # 2N of each image, side by side
-        anchors = z.flatten(0, 1) / temperature                  # (B * N, K)
-        positive = (anchors * z_prime.flatten(0, 1)).sum(1)      # (B * N,), s(z_ij, z'_ij)
-        owner = torch.arange(offset, offset + B, device=z.device)
-        owner = owner.repeat_interleave(N)                       # (B * N,), i of each anchor
-
-        def loss_of(anchors, positive, owner, keys):     # the sum over a block of the anchors
-            logits = (anchors @ keys.T).unflatten(1, (n_images, 2 * N))
-            # own[a, m]: key image m is anchor a's own image i; its 2N tokens are no negatives. On
-            # the second of two ranks with two images each (offset = 2), every row standing for N
-            # anchors:
-            #               m = 0 1 2 3
-            #     i = 2         . . T .
-            #     i = 3         . . . T
-            own = owner[:, None] == torch.arange(n_images, device=owner.device)
-            negatives = logits.masked_fill(own[:, :, None], -torch.inf).flatten(1)
-            return (torch.logaddexp(positive, negatives.logsumexp(1)) - positive).sum()
-
-        if chunk is None:
-            chunk = max(1, 2 ** 23 // len(keys))     # 2^23 logits of 4 bytes
-        if chunk >= B * N:     # one block: computing it twice would save nothing
-            return loss_of(anchors, positive, owner, keys) / (B * N)
-        from torch.utils.checkpoint import checkpoint     # here, so that the function can be copied
-        total = 0.0
-        for block in zip(anchors.split(chunk), positive.split(chunk), owner.split(chunk)):
-            total = total + checkpoint(loss_of, *block, keys, use_reentrant=False,
-                                       preserve_rng_state=False)
-        return total / (B * N)
+            keys = AllGather.apply(keys)                             # (R * B, 2N, K)
+            own = own + len(z) * torch.distributed.get_rank()
+        positive = (z * z_prime).sum(-1) / temperature               # (B, N), s(z_ij, z'_ij)
+        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)     # (B, N, R * B, 2N)
+        # same[i, m]: key image m is anchor image i itself; its 2N tokens are no negatives. On the
+        # second of two ranks with two images each:
+        #               m = 0 1 2 3
+        #     own = 2       . . T .
+        #     own = 3       . . . T
+        same = own[:, None] == torch.arange(len(keys), device=z.device)
+        negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
+        return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 # ==== 5. Base method: MoCo-v3 (paper 4.1) =========================================================
 # SER does not ask what the invariance loss is. A base method is a module with
-#     base.encoder         the online ViT; SER runs it, once per step, on the parts of all views
-#     base(views, cls)     L_inv; views: list[View], cls: the final [CLS] of each, (B, D)
+#     base.encoder         the online ViT, which SER runs
+#     base(views, cls)     L_inv, a scalar; cls: the final [CLS] of each view, (B, D), rows b1, b2
 #     base.update(p)       called by `train` before every forward pass, with p = step / steps
-#     base.diagnostics     name -> scalar, what the last step measured, for the log
-
-def ranks_and_rank() -> tuple[int, int]:
-    """(R, this rank); (1, 0) in a single process."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
+#     base.chance          L_inv at chance, for the log; may be left out
+def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
+    """The final [CLS] of a view, (B, D), rows b1 then b2, and layer -> map, of b2 alone."""
+    b1 = encoder(view.b1)
+    if view.b2 is None:
+        return b1.cls, {}
+    b2 = encoder(view.b2, layers)     # a pass of its own, as its size differs
+    return torch.cat([b1.cls, b2.cls]), b2.maps
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's head: no biases; BatchNorm and ReLU between the layers, BatchNorm without affine
-    parameters at the end."""
+    """MoCo-v3's head: no biases, BatchNorm and ReLU in between, BatchNorm (not affine) at last."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # for the last BatchNorm and ReLU
     return nn.Sequential(*layers)
 
-def info_nce(q: Tensor, k: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Contrast each query, q (B, K), with the keys, k (B, K), of all images of all ranks; row i of
-    k is the key of row i of q. Returns 2 * temperature (MoCo-v3's factor) times the cross-entropy,
-    which is ln(R B) at chance, and the share of the queries that are nearest to their own key."""
+def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
+    """Let each query, row i of q (B, K), find its key, row i of k (B, K), among those of all ranks.
+    2 * temperature (MoCo-v3's factor) times the cross-entropy (ln(R B) at chance)."""
     ranks, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # MoCo-v3's keys carry no gradient, so none flows back
+            k = AllGather.apply(k)     # sends nothing back: MoCo-v3's keys carry no gradient
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
-        top1 = (logits.argmax(1) == labels).float().mean()
-        return 2 * temperature * F.cross_entropy(logits, labels), top1
-
-@torch.no_grad()
-def move_towards(slow: nn.Module, fast: nn.Module, momentum: float) -> None:
-    """slow <- momentum * slow + (1 - momentum) * fast, parameter by parameter."""
-    for p, q in zip(slow.parameters(), fast.parameters()):
-        p.lerp_(q, 1 - momentum)
+        return 2 * temperature * F.cross_entropy(logits, labels)
 
 class MoCoV3(nn.Module):
     """MoCo-v3 (Chen et al. 2021): the query of one view of an image is to find, among the keys of
@@ -652,282 +466,176 @@ class MoCoV3(nn.Module):
         self.predictor = mlp(out_dim, hidden, out_dim)
         self.momentum_encoder = copy.deepcopy(encoder).requires_grad_(False)
         self.momentum_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.diagnostics: dict[str, Tensor | float] = {}
 
+    @torch.no_grad()
     def update(self, progress: float) -> None:
         """Move the momentum branch, before the keys are made; m rises to 1 on half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
-        move_towards(self.momentum_encoder, self.encoder, m)
-        move_towards(self.momentum_projector, self.projector, m)
-        self.diagnostics["momentum"] = m
+        for slow, fast in ((self.momentum_encoder, self.encoder),
+                           (self.momentum_projector, self.projector)):
+            for s, f in zip(slow.parameters(), fast.parameters()):
+                s.lerp_(f, 1 - m)     # s <- m s + (1 - m) f
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
         """(B, K), by the momentum branch, without gradient."""
-        parts = self.momentum_encoder(view.images)
-        return self.momentum_projector(torch.cat([part.cls for part in parts]))
+        cls, _ = encode_view(self.momentum_encoder, view)
+        return self.momentum_projector(cls)
 
-    def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
-        """contrast(q1, k2) + contrast(q2, k1), as in the pseudo-code of MoCo-v3's paper."""
+    def forward(self, views: Sequence[View], cls: Sequence[Tensor]) -> Tensor:
+        """L_inv of two views, symmetric as in the pseudo-code of MoCo-v3's paper."""
         q1 = self.predictor(self.projector(cls[0]))
         q2 = self.predictor(self.projector(cls[1]))
         k1 = self.key(views[0])
         k2 = self.key(views[1])
-        loss12, top1 = info_nce(q1, k2, self.temperature)
-        loss21, _ = info_nce(q2, k1, self.temperature)
-        chance = 4 * self.temperature * math.log(len(q1) * ranks_and_rank()[0])
-        self.diagnostics |= {"inv_top1": top1, "inv_chance": chance}
-        return loss12 + loss21
+        self.chance = 4 * self.temperature * math.log(len(q1) * ranks_and_rank()[0])
+        return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
-# One pass of the encoder serves both losses: the final [CLS] of b1 and b2 goes to the base method,
-# the token maps of b2 go to L_equiv.
-
-def encode_views(encoder: ViT, views: list[View], layers: Sequence[int]) -> list[list[Encoded]]:
-    """Encode the parts of all views, b1 and b2, in one pass; result[view][part]."""
-    images = [part for view in views for part in view.images]
-    encoded = encoder(images, layers)
-    parts = len(views[0].images)
-    return [encoded[i:i + parts] for i in range(0, len(encoded), parts)]
-
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv, which is summed over `pairs` and averaged
-    over `layers`, each with a projector of its own. Raises ValueError for a wrong layer."""
-    pairs: Sequence[tuple[int, int]] = ((0, 1),)     # of views; multicrop.py has more (A.1)
-
+    """The loss of a base method plus weight * L_equiv."""
+    # Choice: L_equiv is the mean over `layers` and, as in the release, the sum over pairs of views.
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
-                 temperature: float = 0.3, out_dim: int = 512):
+                 temperature: float = 0.3):
         super().__init__()
         self.base = base
         self.layers = layers
         self.weight = weight
         self.temperature = temperature
         dim = base.encoder.dim
-        depth = base.encoder.depth
-        self.heads = nn.ModuleDict()     # of L_equiv: layer -> projector
+        self.heads = nn.ModuleDict()     # layer -> projector
         for layer in layers:
-            require(1 <= layer <= depth, f"--equiv-layers {layer}: must lie in 1..{depth}")
             # Paper: 3.3, two layers, GELU, 512. Choice: LayerNorm, no biases, as in the release.
             self.heads[str(layer)] = nn.Sequential(
-                nn.LayerNorm(dim), nn.Linear(dim, out_dim, bias=False), nn.GELU(),
-                nn.Linear(out_dim, out_dim, bias=False))
+                nn.LayerNorm(dim), nn.Linear(dim, 512, bias=False), nn.GELU(),
+                nn.Linear(512, 512, bias=False))
 
-    def forward(self, batch: Batch, diagnose: bool = False) -> dict[str, Tensor | float]:
-        """`loss`, which carries the gradient, its parts `inv` and `equiv`, and diagnostics."""
-        views = batch.views
-        encoded = encode_views(self.base.encoder, views, self.layers)
+    def forward(self, views: Sequence[View]) -> dict:
+        """`loss`, which carries the gradient, its parts, and what these are at chance. Each view at
+        an even place is paired with the next one: one pair, or three of 2 + 4 views (A.1)."""
+        encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
+        cls = [view_cls for view_cls, _ in encoded]         # of each view, (B, D): b1, then b2
+        maps = [view_maps for _, view_maps in encoded]      # of each, layer -> (B2, D, H, W): b2
 
-        # L_inv. Choice: one loss over b1 and b2, which are each other's negatives, as in the
-        # release. With 3 of a rank's 256 images in b2, Eq. 3 read literally, a mean for each, would
-        # weigh an image of b2 253 / 3 = 84 times one of b1.
-        cls = []
-        for parts in encoded:
-            cls.append(torch.cat([part.cls for part in parts]))
+        # Choice: one L_inv over b1 and b2, which are each other's negatives, as in the release. Of
+        # 256 images of a rank 3 are in b2: Eq. 3 read literally, a mean for each part, would weigh
+        # one of these 253 / 3 = 84 times an image of b1.
         inv = self.base(views, cls)
-        losses = {"loss": inv, "inv": inv.detach(), **self.base.diagnostics}
-        if diagnose:     # 1: spread over the sphere, 0: collapsed to a point
-            losses["feature_std"] = F.normalize(cls[0].detach().float(), dim=1).std(0).norm()
-        if views[0].geometry is None:     # no b2: the base method alone
+        inv_chance = getattr(self.base, "chance", 0.0)
+        losses = {"loss": inv, "inv": inv.detach(), "inv_chance": inv_chance}
+        if views[0].b2 is None:
             return losses
 
-        # L_equiv, on the token maps of b2, which is the last part of a view.
         equiv = 0.0
-        equiv_chance = 0.0
+        chance = 0.0     # L_equiv where all tokens are alike: ln(1 + the number of negatives)
+        images = len(views[0].b2) * ranks_and_rank()[0]
         for layer in self.layers:
             project = self.heads[str(layer)]
-            for first, second in self.pairs:
+            for first in range(0, len(views), 2):
+                second = first + 1
                 g = relative(views[second].geometry, views[first].geometry)
-                # In fp32, so that rho does not resample in bfloat16.
-                h1 = encoded[first][-1].maps[layer].float()      # f1(x1), (B2, D, H1, W1)
-                h2 = encoded[second][-1].maps[layer].float()     # f1(x2), (B2, D, H2, W2)
-                aligned = rho(g, h1)                             # (B2, D, H2, W2)
+                h1 = maps[first][layer]                 # f1(x1), (B2, D, H1, W1)
+                h2 = maps[second][layer]                # f1(x2), (B2, D, H2, W2)
+                aligned = rho(g, h1)                    # (B2, D, H2, W2)
                 # Paper: 3.3, align first, then project.
-                z = project(aligned.flatten(2).mT)               # (B2, N, K)
-                z_prime = project(h2.flatten(2).mT)              # (B2, N, K)
+                z = project(aligned.flatten(2).mT)      # (B2, N, K)
+                z_prime = project(h2.flatten(2).mT)     # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                negatives = 2 * z.shape[1] * (len(z) * ranks_and_rank()[0] - 1)
-                equiv_chance += math.log(1 + negatives) / len(self.layers)
-        if diagnose:     # patch_top1: of the last layer and pair
-            losses |= {"equiv_chance": equiv_chance, "patch_top1": retrieval(z, z_prime)}
-        # Paper: Eq. 3. L_equiv is computed with weight 0 too: the control differs in nothing else.
-        return losses | {"loss": inv + self.weight * equiv, "equiv": equiv.detach()}
+                chance += math.log(1 + 2 * z.shape[1] * (images - 1)) / len(self.layers)
+        # L_equiv is computed with weight 0 too: the control differs in its weight alone.
+        losses["loss"] = inv + self.weight * equiv
+        return losses | {"equiv": equiv.detach(), "equiv_chance": chance}
 
-@torch.no_grad()
-def retrieval(z: Tensor, z_prime: Tensor) -> Tensor:
-    """Share of the tokens of z (B, N, K) whose most similar one in all of z_prime (B, N, K) is
-    their counterpart; 1 / (B N) at chance."""
-    with torch.autocast(z.device.type, enabled=False):     # in bfloat16 the nearest would tie
-        z = F.normalize(z.flatten(0, 1).float(), dim=1)
-        z_prime = F.normalize(z_prime.flatten(0, 1).float(), dim=1)
-        blocks = [(rows @ z_prime.T).argmax(1) for rows in z.split(1024)]
-    own = torch.arange(len(z), device=z.device)
-    return (torch.cat(blocks) == own).float().mean()
+# ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2), or MoCo-v3's ========
+SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=3, equiv_layers=[3],
+             ratio=0.25, crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
+             moco_hidden=512, workers=0)     # the defaults for synthetic images
 
-# ==== 7. Config: every setting with its unit, the paper's value and its source ====================
-# Every field is a flag: --batch-size sets batch_size. The defaults are the paper's main setting.
-
-TINY = 1e-9     # the least value of a setting that must be positive
-INF = math.inf
-SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=2, equiv_layers=(2,),
-             ratio=0.125, crop_min=0.3, batch_size=128, epochs=8.0, warmup_epochs=1.0, base_lr=3e-3,
-             workers=0)     # the method at a size for drawn images and two CPU cores
-
-@dataclasses.dataclass(frozen=True)
-class Common:
-    """The settings of every base method. A subclass adds `program`, its name in messages, and
-    `drawn`, what replaces the defaults without --data, where `draw_images` makes the images."""
-    data: str = setting("", 0, 0, "folder of images, any depth, with or without train/")
-    out: str = setting("runs/ser", 0, 0, "folder of the run; an existing run is continued")
-    init: str = setting("", 0, 0, "checkpoint whose encoder the run begins with")
-    image_size: int = setting(224, 16, INF, "side of a view, pixels (ViT-S/16: 224)")
-    patch_size: int = setting(16, 1, INF, "side of a patch, pixels (ViT-S/16: 16)")
-    dim: int = setting(384, 4, INF, "width of the tokens (ViT-S: 384)")
-    depth: int = setting(12, 1, INF, "transformer blocks (ViT-S: 12)")
+def arguments() -> ArgumentParser:
+    """The flags of ser.py; another method adds its own, or changes defaults by set_defaults."""
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--data", default="", help="folder of images, any depth, with or without train/")
+    add("--out", default="runs/ser", help="folder of the run; an existing run is continued")
+    add("--image-size", type=int, default=224, help="side of a view, pixels")
+    add("--patch-size", type=int, default=16, help="side of a patch, pixels")
+    add("--dim", type=int, default=384, help="width of the tokens (ViT-S: 384)")
+    add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice: 6 heads as in DINO, DeiT and timm. MoCo-v3's ViT-S has 12, and the paper does not say.
-    heads: int = setting(6, 1, INF, "attention heads")
-    position: str = setting("learned", 0, 0, "position codes: learned, or sincos as in MoCo-v3")
-    cls_layer: int = setting(3, 0, INF, "[CLS] enters after this block; 0: a plain ViT (paper: 3)")
-    ratio: float = setting(0.01, 0, 1, "r, share of b2; 0: the base method alone (paper: 0.01)")
-    weight: float = setting(0.5, 0, INF, "lambda of L_equiv; 0: the control (paper: 0.5)")
-    temperature: float = setting(0.3, TINY, INF, "tau of L_equiv (paper: 0.3; DINO 0.5)")
-    equiv_layers: tuple[int, ...] = setting((3,), 1, INF, "blocks with L_equiv (paper: 3)")
-    group: tuple[str, ...] = setting(("rot90", "hflip", "scale"), 0, 0, "elements of G")
-    crop_min: float = setting(0.08, TINY, 1, "least area of a crop, share of the image (MoCo-v3)")
-    blur_max: float = setting(2.0, 0.1, 2, "largest blur, pixels (MoCo-v3: 2, on views of 224)")
-    batch_size: int = setting(2048, 1, INF, "images per step, over all ranks (paper: 2048)")
-    epochs: float = setting(100.0, TINY, INF, "passes over the data, also fractions (paper: 100)")
-    warmup_epochs: float = setting(10.0, 0, INF, "epochs of linear warmup (paper: 10)")
+    add("--heads", type=int, default=6, help="attention heads")
+    add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
+    add("--ratio", type=float, default=0.01, help="r, share of b2; 0: the base method alone")
+    add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
+    add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
+    add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
+    add("--group", nargs="+", default=["rot90", "hflip", "scale"],
+        choices=["rot90", "hflip", "scale"], help="elements of G")
+    add("--moco-hidden", type=int, default=4096, help="hidden width of MoCo-v3's heads")
+    add("--crop-min", type=float, default=0.08, help="least area of a crop, share of the image")
+    add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
+    add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
+    add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
     # Choice: 3e-4, as the release; the paper names none, MoCo-v3 has 1.5e-4 for 300 epochs.
-    base_lr: float = setting(3e-4, TINY, INF, "learning rate, scaled by batch_size / 256")
-    weight_decay: float = setting(0.1, 0, INF, "of AdamW, on all parameters (MoCo-v3: 0.1)")
-    seed: int = setting(0, 0, 2 ** 63 - 1, "seed of every random draw")
-    workers: int = setting(8, 0, INF, "loader processes per rank; 0: the training process loads")
-    log_every: int = setting(20, 1, INF, "steps between log records")
-    save_every: int = setting(0, 0, INF, "steps between checkpoints; 0: one per epoch")
-    compile: bool = setting(False, 0, 1, "compile the transformer blocks")
-    bf16: bool = setting(False, 0, 1, "bfloat16 on a CPU too: faster if it has AVX512_BF16")
+    add("--base-lr", type=float, default=3e-4, help="learning rate, scaled by batch size / 256")
+    add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
+    add("--seed", type=int, default=0, help="seed of the run")
+    add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
+    add("--workers", type=int, default=8, help="loader processes of a rank; 0: it loads itself")
+    add("--log-every", type=int, default=20, help="steps between lines of the log")
+    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: one per epoch")
+    return parser
 
-    @property
-    def lr(self) -> float:
-        """Peak learning rate, linear in the total batch."""
-        return self.base_lr * self.batch_size / 256
+def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None,
+          small: dict = SMALL) -> Namespace:
+    """The settings of a command line; without --data, `small` replaces the defaults."""
+    parser = parser or arguments()
+    if not parser.parse_known_args(argv)[0].data:
+        parser.set_defaults(**small)
+    args = parser.parse_args(argv)
+    if args.ratio == 0:
+        args.equiv_layers = []     # no projector that nobody trains
+    return args
 
-    @property
-    def warmup(self) -> float:
-        """Epochs of warmup: warmup_epochs, or a tenth of a run that is no longer than that."""
-        return self.warmup_epochs if self.warmup_epochs < self.epochs else self.epochs / 10
+def b2_images(args: Namespace, ranks: int) -> int:
+    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, but 20 on one alone."""
+    return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """T of every view of an image; here MoCo-v3's two."""
-        area = (self.crop_min, 1.0)
-        return (Policy(self.image_size, area, 1.0, 0.0, self.blur_max),
-                Policy(self.image_size, area, 0.1, 0.2, self.blur_max))
-
-    def dataset(self, source: Sequence[str] | Tensor) -> Dataset:
-        """What draws and cuts the views."""
-        return Dataset(source, self.policies, self.seed)
-
-    def b2_images(self, ranks: int) -> int:
-        """|b2| of a rank: r B / R, rounded, as all ranks have equally many: for r = .01 of 2048, 3
-        on each of 8 ranks, 24 in all, but 20 on one rank."""
-        return math.floor(self.ratio * self.batch_size / ranks + 0.5)
-
-    def optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """AdamW on all that is trained."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, self.lr, weight_decay=self.weight_decay, **options)
-
-    def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
-        """Called between backward pass and step, at a fractional epoch: sets the learning rate."""
-        for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(epoch, self.warmup, self.epochs, self.lr)
-
-@dataclasses.dataclass(frozen=True)
-class Config(Common):
-    """MoCo-v3 + SER, the paper's main setting."""
-    moco_temperature: float = setting(0.2, TINY, INF, "temperature of InfoNCE (MoCo-v3: 0.2)")
-    moco_momentum: float = setting(0.99, 0, 1, "first momentum, rising to 1 (MoCo-v3: 0.99)")
-    moco_hidden: int = setting(4096, 1, INF, "hidden width of the heads (MoCo-v3: 4096)")
-    drawn: ClassVar[dict[str, Any]] = SMALL | dict(moco_hidden=512)
-    program: ClassVar[str] = "ser.py"     # in messages
-
-def warmup_cosine(epoch: float, warmup: float, epochs: float, peak: float,
-                  end: float = 0.0) -> float:
-    """Linear from 0 to `peak` over the warmup, then half a cosine to `end`."""
-    if epoch < warmup:
-        return peak * epoch / warmup
-    progress = min((epoch - warmup) / (epochs - warmup), 1)
-    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
-
-def check_ranges(cfg: Any) -> None:
-    """Raise UserError for a number outside the range of its setting."""
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        least, most = field.metadata["range"]
-        for number in value if isinstance(value, tuple) else (value,):
-            require(isinstance(number, str) or (least <= number <= most and number < INF),
-                    f"--{field.name.replace('_', '-')} {number}: must lie in {least:g}..{most:g}")
-
-def check(cfg: Common, ranks: int) -> None:
-    """Raise UserError for settings out of range, or a batch that ranks, b1 and b2 cannot share."""
-    check_ranges(cfg)
-    fit = max(2, math.ceil(cfg.batch_size / ranks)) * ranks     # BatchNorm needs two images
-    require(cfg.batch_size == fit, f"--batch-size {cfg.batch_size}: each of {ranks} ranks takes as "
-            f"many images, and at least two: try {fit}")
-    b2 = cfg.b2_images(ranks) * ranks
-    least = max(2, ranks) / cfg.batch_size
-    require(cfg.ratio == 0 or b2 >= 2, f"--ratio {cfg.ratio} of --batch-size {cfg.batch_size} is "
-            f"{b2} images on {ranks} ranks, L_equiv needs 2: try --ratio {least:.3g}, or --ratio 0")
-    require(set(cfg.group) <= {"rot90", "hflip", "scale"},
-            f"--group {' '.join(cfg.group)}: choose among rot90 hflip scale")
+def check_batch(args: Namespace, images: int, ranks: int) -> None:
+    """Exit with one sentence if a batch cannot be shared by the ranks, filled, or split."""
+    size = args.batch_size
+    b2 = b2_images(args, ranks) * ranks
+    if size % ranks != 0:
+        sys.exit(f"--batch-size {size}: try {size + -size % ranks}, which {ranks} ranks can share")
+    if images < size:
+        sys.exit(f"--batch-size {size}: try {images - images % ranks}, there are {images} images")
+    if args.ratio > 0 and b2 < 2:
+        sys.exit(f"--ratio {args.ratio} puts {b2} of {size} images into b2, L_equiv needs two: try "
+                 f"--ratio {max(2, ranks) / size:.3g}, or 0 for the base method alone")
 
 # ==== 8. Data: image files, drawn images, and the order of a run ==================================
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 
 def list_images(folder: str) -> list[str]:
-    """Sorted paths of the images below folder/train, or below folder if it has none; labels play no
-    part. A folder to which several links lead is visited once. Raises UserError."""
-    def fail(error: OSError) -> None:
-        raise UserError(f"--data {folder}: cannot read {error.filename}: {error.strerror}")
-
-    root = os.path.join(folder, "train")
-    if not os.path.isdir(root):
-        root = folder
-    visited: set[str] = set()
+    """Sorted paths of the images below folder/train, or below folder if it has none."""
+    train = os.path.join(folder, "train")
+    root = train if os.path.isdir(train) else folder
     paths = []
-    for where, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        folders.sort()     # of several links to a folder, all machines follow the same one
-        if os.path.realpath(where) in visited:
-            folders.clear()     # os.walk goes no deeper here
-            continue
-        visited.add(os.path.realpath(where))
+    for where, _, names in os.walk(root, followlinks=True):
         paths += [os.path.join(where, n) for n in names if n.lower().endswith(EXTENSIONS)]
-    require(len(paths) > 0, f"--data {folder}: no image below it ({' '.join(EXTENSIONS)})")
+    if not paths:
+        sys.exit(f"--data {folder}: no image below it ({' '.join(EXTENSIONS)})")
     return sorted(paths)
 
-# torchvision 0.29 announces at every call that its decoders will leave it.
-warnings.filterwarnings("ignore", "The image decoding and encoding")
-
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB, upright. torchvision decodes faster, to about the same
-    pixels and by signature (ImageNet has a PNG named .JPEG); Pillow reads the rest, and everything
-    where torchvision has no decoders. Raises what Pillow raises, and ValueError for a gray image of
-    more than 8 bits."""
-    require(os.path.isfile(path), "no regular file")     # opening a pipe would wait
-    with contextlib.suppress(RuntimeError, ValueError, AttributeError):
-        require(not path.lower().endswith(".webp"), "torchvision would not turn it upright")
-        image = torchvision.io.decode_image(path, "RGB", apply_exif_orientation=True)
-        if image.dtype == torch.uint8 and image.dim() == 3:
-            return image
-    with Image.open(path) as image:
-        require(image.mode[0] not in "IF", f"mode {image.mode} has more than 8 bits: convert it")
-        return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+    """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
+    try:
+        return decode_image(path, "RGB")     # Choice: torchvision decodes faster than Pillow
+    except RuntimeError as error:
+        raise OSError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
 
 def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,), the same for the
-    same arguments. They are gray but for noise, so that colour is no shortcut, and lit from above,
-    so that a turn shows; place, direction, scale and contrast vary within a class."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). A smooth tint
+    tells the places of an image apart, also after a turn, but nothing of the class."""
     g = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=g)
     axis = torch.linspace(-1, 1, size)
@@ -946,402 +654,177 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     textures = torch.stack([stripes, checks, dots, rings, waves, nets])      # (6, n, size, size)
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
-    light = 0.2 * (1 - axis[:, None]) + (0.2 + 0.4 * contrast) * ink
-    noise = 0.04 * torch.randn(n, 3, size, size, generator=g)
-    images = (light[:, None] + noise).clamp(0, 1)
+    light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
+    tint = torch.randn(n, 3, 7, 7, generator=g)     # its mean goes: colour without brightness
+    tint = F.interpolate(tint - tint.mean(1, keepdim=True), (size, size), mode="bicubic")
+    noise = torch.randn(n, 3, size, size, generator=g)
+    images = (light[:, None] + 0.1 * tint + 0.08 * noise).clamp(0, 1)
     return (255 * images).to(torch.uint8), labels
 
-def batch_keys(images: int, cfg: Common, start: int, total: int, rank: int = 0,
-               ranks: int = 1) -> Iterator[list[Key]]:
-    """The keys of this rank's batches from step `start` on. Every epoch permutes the images by
-    (seed, epoch); its last, incomplete batch is dropped."""
-    per_epoch = images // cfg.batch_size
-    for step in range(start, total):
-        epoch, k = divmod(step, per_epoch)
-        if step == start or k == 0:
-            order = torch.randperm(images, generator=rng(cfg.seed, "order", epoch))
-        indices = order[k * cfg.batch_size:(k + 1) * cfg.batch_size].tolist()
-        yield partition(indices, epoch, cfg.b2_images(ranks), rank, ranks)
+def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator[list]:
+    """The keys (epoch, index, in_b2) of this rank's batches: its part of b1, then of b2. Every
+    epoch has its own order; its last, incomplete batch is dropped."""
+    ranks, rank = ranks_and_rank()
+    n_b1 = args.batch_size - ranks * b2_images(args, ranks)     # of all ranks
+    per_epoch = images // args.batch_size
+    for step in range(start, steps):
+        epoch, place = divmod(step, per_epoch)
+        if step == start or place == 0:
+            order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
+        batch = order.split(args.batch_size)[place]
+        b1 = batch[:n_b1].view(ranks, -1)[rank].tolist()
+        b2 = batch[n_b1:].view(ranks, -1)[rank].tolist()
+        yield [(epoch, index, False) for index in b1] + [(epoch, index, True) for index in b2]
 
 # ==== 9. Training =================================================================================
-# Rank 0 writes last.pt every epoch or --save-every steps, at the end and on a signal; log.jsonl at
-# the first step, every --log-every steps and whenever it saves; views.png once. No generator is
-# saved, as every draw has a seed of its own.
-
-def setup() -> tuple[torch.device, int, int]:
-    """(device, rank, ranks): under torchrun a GPU, or a CPU process, per rank; else one process."""
+# No generator is saved: every draw has a seed of its own, so that a continued run repeats it.
+def setup() -> torch.device:
+    """This process's device: a GPU, or the CPU. Under torchrun, also joins the other ranks."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    elif hasattr(ctypes.CDLL(None), "mallopt"):     # glibc: keep freed memory, for faster steps
-        ctypes.CDLL(None).mallopt(-4, 0)                # M_MMAP_MAX
-        ctypes.CDLL(None).mallopt(-1, 2 ** 31 - 1)      # M_TRIM_THRESHOLD
     if "RANK" in os.environ and not dist.is_initialized():
-        # gloo beside NCCL: stop signals and shapes are exchanged without waiting for GPUs.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    ranks, rank = ranks_and_rank()
-    mps = torch.backends.mps.is_available() and ranks == 1
-    return torch.device("cuda" if cuda else "mps" if mps else "cpu"), rank, ranks
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return torch.device("cuda" if cuda else "cpu")
 
-def build(cfg: Common, method: Callable[[ViT, Any], nn.Module] | None = None) -> SER:
-    """The model of a run, on the CPU, from the seed and `init` alone. method: (encoder, cfg) -> the
-    base method; None: MoCo-v3."""
-    given = load_encoder(cfg.init) if cfg.init else None
-    torch.manual_seed(cfg.seed)
-    encoder = ViT(cfg.image_size, cfg.patch_size, cfg.dim, cfg.depth, cfg.heads, cfg.cls_layer,
-                  cfg.position)
-    if given is not None:
-        require(given.shape == encoder.shape,
-                f"--init {cfg.init} holds {given.shape}, not {encoder.shape}")
-        encoder.load_state_dict(given.state_dict())
-    if method is None:
-        base = MoCoV3(encoder, 256, cfg.moco_hidden, cfg.moco_temperature, cfg.moco_momentum)
-    else:
-        base = method(encoder, cfg)
-    return SER(base, cfg.equiv_layers if cfg.ratio > 0 else (), cfg.weight, cfg.temperature)
+def new_encoder(args: Namespace) -> ViT:
+    """The untrained encoder of a run; its seed is that of the heads, which come next, too."""
+    torch.default_generator.manual_seed(args.seed)
+    return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
-def save_whole(path: Path, state: dict[str, Any]) -> None:
+def build(args: Namespace) -> SER:
+    """The model of a run, on the CPU: MoCo-v3 + SER."""
+    base = MoCoV3(new_encoder(args), hidden=args.moco_hidden)
+    return SER(base, args.equiv_layers, args.weight, args.temperature)
+
+def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
+    """MoCo-v3's T: two views of an image, which differ in blur and solarization."""
+    first = Policy(args.image_size, (args.crop_min, 1.0), blur=1.0, solarize=0.0)
+    second = first._replace(blur=0.1, solarize=0.2)
+    return Dataset(source, (first, second), args.seed)
+
+def learning_rate(args: Namespace, epoch: float, end: float = 0.0) -> float:
+    """A linear warmup, then half a cosine to `end`; epoch: with its fraction."""
+    peak = args.base_lr * args.batch_size / 256
+    # Choice: a run that is no longer than its warmup warms up for a tenth of its epochs.
+    warmup = args.warmup_epochs if args.warmup_epochs < args.epochs else args.epochs / 10
+    if epoch < warmup:
+        return peak * epoch / warmup
+    progress = (epoch - warmup) / (args.epochs - warmup)
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+def adamw(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """The optimizer of all that is trained; `train` sets its learning rate."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
+
+def save(path: Path, **state) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint, tensors on the CPU. Raises UserError if it is missing or damaged."""
-    kinds = dict(step=int, program=str, shape=dict, config=dict, images=str, model=dict)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "wrong checksum")     # torch.load does not check
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-        require(not wrong, f"without {' '.join(wrong)}")
-    except Exception as error:     # pickle, zip, torch and the system raise their own
-        raise UserError(f"{path} is missing, damaged or from another program ({error}): "
-                        "put a whole one there, or remove it to start again") from None
-    return state
-
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode; every weight must be there."""
-    state = load_checkpoint(path)
-    own = [name for name in state["model"] if name.startswith("base.encoder.")]
-    try:
-        encoder = ViT(**state["shape"])
-        encoder.load_state_dict({n.removeprefix("base.encoder."): state["model"][n] for n in own})
-    except Exception as error:
-        raise UserError(f"{path} holds no ViT of {state['shape']}: {error}") from None
+    """The encoder of a checkpoint, in eval mode."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.random.fork_rng(devices=[]):     # the caller's draws go on as before
+        encoder = new_encoder(Namespace(**state["settings"]))
+    encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
-# What may change when a run is continued; so may the number of ranks, and |b2| by its rounding.
-FREE = {"data", "out", "init", "workers", "log_every", "save_every", "compile", "bf16"}
-
-def restore(path: Path, identity: dict[str, Any], model: SER,
-            optimizer: torch.optim.Optimizer) -> int:
-    """Load `path` and return its step. identity: program, config and images of this run. Raises
-    UserError if those of the checkpoint differ."""
-    state = load_checkpoint(path)
-    saved = state["config"] | {"program": state["program"], "images": state["images"]}
-    now = identity["config"] | {"program": identity["program"], "images": identity["images"]}
-    differ = [f"{name} {saved.get(name)} there, {now.get(name)} here" for name in saved | now
-              if name not in FREE and saved.get(name) != now.get(name)]
-    require(not differ, f"{path} is of another run ({'; '.join(differ)}): use a new --out")
-    try:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    except Exception as error:
-        raise UserError(f"{path} does not fit this model ({error}): use a new --out") from None
-    for group in optimizer.param_groups:     # of this device, not of the checkpoint's
-        group["fused"] = optimizer.defaults["fused"]
+def resume(path: Path, args: Namespace, model: SER, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint and return its step. Exits with one sentence if it is of other settings."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    there = state["settings"]
+    differ = [f"{name} {there[name]}" for name in there if there[name] != vars(args).get(name)]
+    if differ:
+        sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
     return state["step"]
 
-def resume(path: Path, identity: dict[str, Any], model: SER,
-           optimizer: torch.optim.Optimizer) -> int:
-    """`restore` if there is a checkpoint, else 0. Raises UserError also, on all ranks, where they
-    begin at other steps or have other images."""
-    start = restore(path, identity, model, optimizer) if path.exists() else 0
-    found = [(start, identity["images"])] * ranks_and_rank()[0]
-    if len(found) > 1:
-        dist.all_gather_object(found, found[0])
-    require(len(set(found)) == 1, "the ranks do not see the same --out or --data: their steps and "
-            f"images are {sorted(set(found))}")
-    return start
+def save_views(path: Path, views: Sequence[View], x: Tensor, cell: int) -> None:
+    """Up to six rows of x, x1, rho_g(x1), x2, of b2. x: pixels of b1 and b2, (B, 3, S, S) uint8."""
+    x1 = views[0].b2.cpu() * STD + MEAN
+    x2 = views[1].b2.cpu() * STD + MEAN
+    g = relative(views[1].geometry, views[0].geometry)
+    columns = [x[-len(x1):].cpu() / 255, x1, rho(g, x1, cell), x2]
+    side = max(x.shape[2:] + x1.shape[2:] + x2.shape[2:])     # center_crop adds black borders
+    squares = [center_crop(column[:6], side) for column in columns]
+    save_image(torch.stack(squares, dim=1).flatten(0, 1), path, nrow=4)
 
-def save_views(path: Path, batch: Batch, x: Tensor, cell: int) -> None:
-    """A picture of up to six images of b2, a row each: x, x1, rho_g(x1) and x2; the last two must
-    agree up to colours. x: the images before the geometry, (B2, 3, S, S) uint8."""
-    x1, x2 = (view.images[-1].float().cpu() * STD + MEAN for view in batch.views[:2])
-    g = relative(batch.views[1].geometry, batch.views[0].geometry)
-    columns = {"x": x.cpu() / 255, "x1": x1, "rho(g2 g1^-1) x1": rho(g, x1, cell), "x2": x2}
-    picture = Image.new("RGB", (4 * 160, 16 + 160 * min(6, len(x1))), "white")
-    for i, (title, images) in enumerate(columns.items()):
-        ImageDraw.Draw(picture).text((160 * i, 2), title, "black")
-        for j, image in enumerate(images[:6].clamp(0, 1)):
-            shown = ImageOps.contain(to_pil_image(image), (152, 152))
-            picture.paste(shown, (160 * i, 16 + 160 * j))
-    picture.save(path)
+def record(log: IO, bar: tqdm, step: int, losses: dict) -> None:
+    """Log means over ranks. Exits with one sentence if the loss is not finite."""
+    ranks, _ = ranks_and_rank()
+    values = [torch.as_tensor(value).to(losses["loss"]) for value in losses.values()]
+    values = torch.stack(values).detach()
+    if ranks > 1:
+        dist.all_reduce(values)
+    means = dict(zip(losses, (values / ranks).tolist()))
+    print(json.dumps({"step": step, **means}), file=log)
+    bar.set_postfix({name: f"{mean:.3f}" for name, mean in means.items() if name != "loss"})
+    if not math.isfinite(means["loss"]):
+        sys.exit(f"step {step}: the loss is {means['loss']}; log.jsonl shows how it came to that: "
+                 "try a lower --base-lr with a new --out")
 
-class Log:
-    """log.jsonl and the bar, both of rank 0, and counts for them: time waited, broken files."""
-    def __init__(self, cfg: Common, model: SER, images: str, start: int, steps: int):
-        self.batch = cfg.batch_size
-        self.ranks, self.rank = ranks_and_rank()
-        Path(cfg.out).mkdir(parents=True, exist_ok=True)
-        self.file = open(os.devnull if self.rank else Path(cfg.out, "log.jsonl"), "a", buffering=1)
-        try:
-            if self.rank == 0:
-                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {cfg.out}: another run is at work there, use another") from None
-        except OSError:     # a file system without locks
-            pass
-        self.bar = tqdm(total=steps, initial=start, disable=self.rank > 0, mininterval=1)
-        b2 = cfg.b2_images(self.ranks) * self.ranks
-        facts = dict(images=images, start=start, steps=steps, ranks=self.ranks, b2=b2,
-                     ratio=b2 / cfg.batch_size, lr=cfg.lr, warmup=cfg.warmup,
-                     trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                     device=next(model.parameters()).device.type, torch=torch.__version__)
-        self.say(", ".join(f"{name} {value}" for name, value in facts.items()))
-        if abs(facts["ratio"] - cfg.ratio) > 0.1 * cfg.ratio:
-            self.say(f"r is {facts['ratio']:.3g} in place of --ratio {cfg.ratio}: each of "
-                     f"{self.ranks} ranks takes a whole number of images into b2")
-        facts |= {"command": " ".join(sys.argv), "config": vars(cfg)}
-        print(json.dumps(facts), file=self.file)
-        self.broken: set[str] = set()
-        self.since = (start, time.perf_counter())     # step and time of the last record
-        self.waited = 0.0     # for the loader, since then
-
-    def say(self, text: str) -> None:
-        """A line on the screen, once for all ranks."""
-        if self.rank == 0:
-            tqdm.write(text, file=sys.stderr)
-
-    def fetch(self, loader: Iterator[Any]) -> list[Any]:
-        """The next batch of the loader, whose broken files are named once."""
-        asked = time.perf_counter()
-        loaded, broken = next(loader)
-        self.waited += time.perf_counter() - asked
-        for name in set(broken) - self.broken - {""}:
-            tqdm.write(f"cannot read {name}: another image takes its place", file=sys.stderr)
-            self.broken.add(name)
-        return loaded
-
-    def record(self, step: int, losses: dict[str, Tensor | float]) -> None:
-        """Write a step's values, means over ranks, and rates since the last record. Between
-        checkpoints, only this waits for the device. Raises UserError if one is not finite: a
-        gradient that is not has spoilt the weights, which must not replace a good checkpoint."""
-        last, clock = self.since
-        seconds = time.perf_counter() - clock
-        losses |= {"images_per_s": (step - last) * self.batch / seconds,
-                   "waiting": self.waited / seconds,
-                   "broken": len(self.broken),
-                   "memory_gib": torch.cuda.max_memory_allocated() / 2 ** 30}
-        values = torch.tensor([torch.as_tensor(value).item() for value in losses.values()])
-        if self.ranks > 1:
-            dist.all_reduce(values)
-        means = dict(zip(losses, (values / self.ranks).tolist()))
-        print(json.dumps({"step": step, **means}), file=self.file)
-        shown = ("loss", "inv", "inv_chance", "equiv", "equiv_chance", "patch_top1")
-        self.bar.set_postfix({name: f"{means[name]:.3f}" for name in shown if name in means})
-        self.since = (step, time.perf_counter())
-        self.waited = 0.0
-        wrong = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
-        require(not wrong, f"step {step}: the {', '.join(wrong)}; log.jsonl shows how it came to "
-                "that; try a lower --base-lr with a new --out")
-
-    def agree(self, signals: int, images: int) -> bool:
-        """Whether any rank has got a signal; asked by CPUs, so that no GPU is waited for. Raises
-        UserError, on all ranks, once one found more than 1 in 1000 of the `images` broken."""
-        found = torch.tensor([signals, len(self.broken)])
-        if self.ranks > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        signals, broken = found.tolist()
-        require(broken <= max(3, images / 1000),
-                f"{broken} images cannot be read, more than 1 in 1000: repair or remove them")
-        return signals > 0
-
-def digest(source: Sequence[str] | Tensor) -> str:
-    """The number of the images and a hash of their names, which tell one data set from another."""
-    names = [] if isinstance(source, Tensor) else [os.path.basename(path) for path in source]
-    return f"{len(source)}, {hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
-
-def load(cfg: Common, source: Sequence[str] | Tensor, keys: Iterator[list[Key]]) -> Iterator[Any]:
-    """What the data set makes of each batch of keys, by processes of the loader."""
-    return iter(torch.utils.data.DataLoader(
-        cfg.dataset(source), batch_sampler=keys, worker_init_fn=leave_signals,
-        num_workers=min(cfg.workers, os.cpu_count() or 1), pin_memory=torch.cuda.is_available()))
-
-def leave_signals(worker: int) -> None:
-    """Loader processes ignore stop signals: training needs their batches until it has saved."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-def gradient_norms(model: SER) -> dict[str, Tensor]:
-    """The norm of all gradients of the encoder, and of SER's projectors."""
-    norms = {}
-    for name, part in (("grad_encoder", model.base.encoder), ("grad_equiv", model.heads)):
-        gradients = [p.grad for p in part.parameters() if p.grad is not None]
-        norms[name] = nn.utils.get_total_norm(gradients)
-    return norms
-
-def placed(model: SER, cfg: Common, device: torch.device, ranks: int) -> SER:
-    """The model on its device, ready to be trained there."""
-    if device.type == "cuda" and ranks > 1:     # on CPUs there is none: each rank has its own mean
+def train(args: Namespace, build: Callable = build, dataset: Callable = two_views,
+          optimizer: Callable = adamw) -> Path:
+    """Run, or continue, a training; returns the path of its checkpoint. Another method gives a
+    model, data set or optimizer of its own."""
+    device = setup()
+    ranks, rank = ranks_and_rank()
+    source = list_images(args.data) if args.data else draw_images(4096, args.image_size, seed=0)[0]
+    check_batch(args, len(source), ranks)
+    per_epoch = len(source) // args.batch_size
+    steps = max(1, round(args.epochs * per_epoch))
+    path = Path(args.out, "last.pt")
+    os.makedirs(args.out, exist_ok=True)
+    model = build(args).to(device)
+    if device.type == "cuda" and ranks > 1:     # CPUs cannot: each rank has its own mean
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if cfg.compile:     # with dynamic shapes: a few compilations, not one for every grid of b2
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            block.compile(dynamic=True)
-    # This switch holds for CPUs, too; their flash attention is slow backwards in bfloat16.
-    torch.backends.cuda.enable_flash_sdp(device.type == "cuda" or not cfg.bf16)
-    return model.to(device)
-
-def train(cfg: Common, build: Callable[[Any], SER] = build, stop: Sequence[int] = ()) -> Path:
-    """Run, or continue, the training of cfg in cfg.out; returns the path of its checkpoint. stop: a
-    list that a signal handler fills (see `main`); once a signal came, the run saves and exits with
-    128 + its number. Raises UserError."""
-    device, rank, ranks = setup()
-    check(cfg, ranks)
-    source = list_images(cfg.data) if cfg.data else draw_images(4096, cfg.image_size, seed=0)[0]
-    per_epoch = len(source) // cfg.batch_size
-    require(per_epoch > 0, f"{len(source)} images are less than --batch-size {cfg.batch_size}: try "
-            f"{len(source) // ranks * ranks}")
-    steps = max(1, round(cfg.epochs * per_epoch))
-    path = Path(cfg.out, "last.pt")
-    # A run that is continued does not read --init, which may be gone.
-    given = dataclasses.replace(cfg, init="") if path.exists() else cfg
-    model = placed(build(given), cfg, device, ranks)
-    optimizer = cfg.optimizer(model, fused=device.type == "cuda")
-    identity = dict(program=cfg.program, images=digest(source), config=vars(cfg))
-    start = resume(path, identity, model, optimizer)
-    log = Log(cfg, model, identity["images"], start, steps)
+    optimizer = optimizer(model, args)
+    start = resume(path, args, model, optimizer) if path.exists() else 0
     # Without device_ids, which would move Geometry to the GPU. A parameter left unused is an error.
-    parallel = model if ranks == 1 else nn.parallel.DistributedDataParallel(model)
-    loader = load(cfg, source, batch_keys(len(source), cfg, start, steps, rank, ranks))
-    try:
-        for step in range(start, steps):
-            done = step + 1
-            saves = done == steps or done % (cfg.save_every or per_epoch) == 0
-            logs = saves or step == start or done % cfg.log_every == 0
-            # Load what the loader's processes have decoded and cut, and make the views of it.
-            loaded = log.fetch(loader)
-            loaded = [(pixels.to(device, non_blocking=pixels.is_pinned()), *draws)
-                      for pixels, *draws in loaded]
-            batch = make_views(loaded, cfg, step, rank, ranks)
-            if step == 0 and rank == 0 and batch.views[0].geometry is not None:
-                pixels = loaded[0][0][-cfg.b2_images(ranks):]
-                save_views(path.with_name("views.png"), batch, pixels, cfg.patch_size)
-            # Forward. What a method draws here has a seed of its own, so a resumed run repeats it.
-            torch.manual_seed(seed_of(cfg.seed, "step", step, rank))
-            model.base.update(step / steps)
-            with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or cfg.bf16):
-                losses = parallel(batch, diagnose=logs)
-            # Backward.
-            optimizer.zero_grad()
-            losses["loss"].backward()
-            norms = gradient_norms(model) if logs else {}
-            # Step, with the schedules.
-            cfg.before_step(optimizer, step / per_epoch)
-            optimizer.step()
-            # Log, save and stop, where due.
-            log.bar.update()
-            stopping = log.agree(len(stop), len(source))
-            if logs or stopping:
-                log.record(done, losses | norms | {"lr": optimizer.param_groups[0]["lr"]})
-            if rank == 0 and (saves or stopping):
-                save_whole(path, identity | dict(
-                    step=done, shape=model.base.encoder.shape, model=model.state_dict(),
-                    optimizer=optimizer.state_dict()))
-            if stopping and done < steps:
-                log.say(f"saved at step {done} of {steps}; the same command continues")
-                raise SystemExit(128 + (stop[0] if stop else signal.SIGTERM))
-    finally:     # otherwise the loader's processes stay alive after an error
-        if cfg.workers:
-            loader._shutdown_workers()
+    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    loader = torch.utils.data.DataLoader(
+        dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
+        num_workers=args.workers, pin_memory=device.type == "cuda")
+    log = open(os.devnull if rank > 0 else path.with_name("log.jsonl"), "a", buffering=1)
+    facts = {"images": len(source), "steps": steps, "ranks": ranks,
+             "b2": ranks * b2_images(args, ranks), "lr": args.base_lr * args.batch_size / 256}
+    print(json.dumps(facts | vars(args)), file=log)
+    if rank == 0:
+        print(facts)
+    bar = tqdm(total=steps, initial=start, disable=rank > 0, unit=" images",
+               unit_scale=args.batch_size)     # counts steps, shows images
+
+    for step, loaded in enumerate(loader, start):
+        loaded = [(pixels.to(device, non_blocking=True), drawn) for pixels, drawn in loaded]
+        views = make_views(loaded, args, step)
+        if step == 0 and rank == 0 and args.ratio > 0:
+            save_views(path.with_name("views.png"), views, loaded[0][0], args.patch_size)
+        # A method that draws in its forward pass does so from a seed of this step and rank.
+        torch.manual_seed(rng(args.seed, "step", step, rank).initial_seed())
+        model.base.update(step / steps)
+        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or args.bf16):
+            losses = parallel(views)
+        optimizer.zero_grad()
+        losses["loss"].backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step / per_epoch)
+        optimizer.step()
+        bar.update()
+        done = step + 1
+        saves = done == steps or done % (args.save_every or per_epoch) == 0
+        if saves or step == start or done % args.log_every == 0:
+            record(log, bar, done, losses)
+        if saves and rank == 0:
+            save(path, step=done, settings=vars(args), encoder=model.base.encoder.state_dict(),
+                 model=model.state_dict(), optimizer=optimizer.state_dict())
+    if ranks > 1:
+        dist.destroy_process_group()
     return path
 
-# ==== 10. Command line ============================================================================
-def parse(argv: Sequence[str] | None, kind: type = Config, repeatable: Sequence[str] = ()) -> Any:
-    """Flags -> a settings class `kind`, a flag for each field, on top of kind.drawn without --data.
-    Raises UserError. repeatable: flags that may be given several times (none here)."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    require(all(word and word[-1] != "=" for word in argv),
-            "an empty argument: an unset shell variable?")
-    parser = argparse.ArgumentParser(description=sys.modules[kind.__module__].__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message}; see --help")
-    for field in dataclasses.fields(kind):
-        flag = "--" + field.name.replace("_", "-")
-        times = [word.split("=")[0] for word in argv].count(flag)
-        require(times < 2 or flag in repeatable, f"{flag} is given {times} times")
-        values = field.default if isinstance(field.default, tuple) else (field.default,)
-        how = dict(type=type(values[0]))
-        if field.default is False:
-            how = dict(action="store_true")
-        elif isinstance(field.default, tuple):
-            how |= dict(nargs="+", action="extend")
-        text = f"{field.metadata['help']} [{' '.join(map(str, values))}]"
-        parser.add_argument(flag, help=text, **how)
-    given = vars(parser.parse_args(argv))
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return kind(**(given if given.get("data") else kind.drawn | given))
-
-def guard(program: str, work: Callable[[], Any]) -> int:
-    """Do the work and return the exit code: 0, that of a SystemExit, 130 after Ctrl-C, or 2 after
-    one line on stderr about the error, whose traceback goes to a file unless it is a UserError."""
-    # What all ranks of a machine find, one says.
-    speaks = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-    try:
-        work()
-        return 0
-    except SystemExit as stopped:
-        return stopped.code
-    except KeyboardInterrupt:     # `train` saves instead; evaluations end at once
-        if speaks:
-            tqdm.write(f"{program}: stopped; the same command goes on from what it has saved",
-                       file=sys.stderr)
-        return 128 + signal.SIGINT
-    except UserError as error:
-        if speaks:
-            tqdm.write(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
-    except BaseException as error:
-        path = Path(tempfile.gettempdir(), f"ser-{os.getpid()}.txt")
-        report = traceback.format_exc()
-        path.write_text(report)
-        text = f"{type(error).__name__}: {error}".strip()
-        if isinstance(error, (ConnectionError, EOFError)) or "DataLoader" in report:
-            last = text.splitlines()[-1]     # a process sends its whole traceback
-            text = f"a loader process failed, try fewer --workers, or 0: {last}"
-        text = " ".join(text.split())[:300]
-        tqdm.write(f"{program}: {text} (traceback: {path})", file=sys.stderr)
-    return 2
-
-def main(argv: Sequence[str] | None = None, kind: type = Config,
-         build: Callable[[Any], SER] = build) -> int:
-    """Train as the command line says; returns the exit code. The third stop signal ends at once."""
-    stop: list[int] = []
-
-    def remember(number: int, frame: Any) -> None:
-        stop.append(number)
-        if len(stop) == 3:
-            os._exit(128 + number)
-
-    def work() -> None:
-        cfg = parse(argv, kind)
-        path = train(cfg, build, stop)
-        if os.environ.get("RANK", "0") == "0":
-            data = f" --data {cfg.data}" if cfg.data else ""
-            print(f"{path} is done. Next: python eval_linear.py --checkpoint {path}{data}")
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return guard(kind.program, work)
-
-def leave(code: int) -> None:
-    """End the process at once: threads of gloo and loader processes can hold up a normal exit."""
-    if code != 2 and dist.is_initialized():     # NCCL would wait for ranks that had no error
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(code)
-
 if __name__ == "__main__":
-    leave(main())
+    train(parse())

@@ -1,219 +1,94 @@
 """The paper's central comparison at a size that anyone can run: MoCo-v3, the control, and SER.
 
-    python -m paper.experiments.imagenette --data imagenette2-160
-    python -m paper.experiments.imagenette --data DIR --seeds 0 --without corruptions
+    python -m paper.experiments.imagenette --data imagenette2-160 --print      the command lines
+    python -m paper.experiments.imagenette --data imagenette2-160 --bf16
+    python -m paper.experiments.imagenette --data imagenette2-160 --corruptions
 
-DIR holds train/CLASS/... and val/CLASS/... Three seeds, nine runs of 20 epochs at 64 pixels: hours
-on a CPU; on a GPU ViT-S for 100 epochs (runs.py). The arms of a seed have the same budget, the same
-images in the same order and the same flags of ser.py, and differ in ARMS alone (control: lambda 0).
+DIR holds train/CLASS/... and val/CLASS/... Four runs for each of three seeds, 20 epochs at 64 px
+of a ViT with 1.2 M parameters (--bf16: for a CPU that multiplies bfloat16). Rate and crop were
+chosen by the accuracy of MoCo-v3 alone. 4 of 128 images are in b2: r = .03; the paper's .01 is of
+2048 images, where its lambda is .5. The control has lambda = 0.
 
-It prints a table, mean ± std over seeds and paired differences, beside SER's encoder before
-training:
+The paper's row, linear top-1 of ImageNet: MoCo-v3 68.44, control 68.82, SER 69.28. Here, in tables
+of mean ± std over seeds, with the difference to the control and to MoCo-v3 within a seed:
 
-    linear, MLP, 20-NN   on features of centre crops; the heads' rate chosen on held-out training
-                         images
-    corrupted            top-1 of the linear head on made corruptions of the first ten val images of
-                         a class: made at 224 pixels, then reduced, so that noise is milder
-    told from a pair     how well turns and flips can be told from frozen tokens
-    retrieval, score     after SER's block and the last: eval_linear.py's, and that of Table 4
+    linear, MLP, 20-NN   on features of one centre crop; the heads' rate is chosen on val
+    equivariance         retrieval, and Table 4's score, after SER's block and the last
+    corrupted            with --corruptions, the linear head on an ImageNet-C made of the first ten
+                         val images of a class; needs imagecorruptions-imaug
 
-and below it SER's gradient norms, images, steps, minutes of all runs added up. All numbers go to
-imagenette-SEEDS.json in --out; learning curves, 20-NN after about ten of the epochs (of 2,000 and
-1,000 images), retrieval and corruptions to a PNG of that name. After SIGTERM or Ctrl-C the same
-command continues. To train seeds side by side, call it with --seeds 0 and with --seeds 1 and the
-same --out; a last call with both trains nothing.
+"untrained" is SER's encoder before training. Writes found.json and retrieval.png in --out. To train
+seeds side by side, call it with --seeds 0 and --seeds 1 and one --out, then with both. Learning
+curves: python -m paper.experiments.curves runs/imagenette/SER-0 ...
 """
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
-import importlib.util
-import os
-import shlex
+import json
+from argparse import Namespace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
-import eval_linear
-import ser
-from paper.evaluations import corruptions
-from paper.experiments import measures
-from paper.experiments.curves import empty_figure, records, series, write_png
-from paper.experiments.runs import (ELEMENTS, PLAIN, Rows, base_settings, budget, complete,
-                                    evaluate, flags, markdown, over_seeds, resumable,
-                                    retrieval_chance, source_of, steps_of)
-from ser import Config, require
+from paper.evaluations import robustness
+from paper.experiments import sweep
 
-PROGRAM = "paper.experiments.imagenette"
-ARMS: dict[str, dict[str, Any]] = {
-    "moco": PLAIN, "control": dict(weight=0.0), "ser": {}}
-COLORS = {"untrained": "gray", "moco": "tab:blue", "control": "tab:orange", "ser": "tab:green"}
-OPTIONAL = ("mlp", "curve", "moved", "corruptions")
+# Name of a run, the paper's number, program, flags; as in sweep.py.
+RUNS = """\
+    MoCo-v3  68.44  ser  --ratio 0 --cls-layer 0
+    control  68.82  ser  --weight 0
+    SER-0.1  -      ser  --weight 0.1
+    SER      69.28  ser  --weight 0.5"""
+FLAGS = """--image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --cls-layer 2
+           --equiv-layers 2 --ratio 0.03125 --moco-hidden 1024 --crop-min 0.2 --batch-size 128
+           --epochs 20 --warmup-epochs 1 --base-lr 2e-3 --log-every 10"""
+EVALUATIONS = ("--cache --equivariance", "--cache --equivariance --mlp")
+BLOCKS = (2, 6)     # SER's, and the last
 
-# ==== Measurements ================================================================================
-def measure(cfg: Config, without: Sequence[str], corrupted: Callable[[], Path],
-            random_init: bool = False) -> dict[str, float]:
-    """The rows of a finished run, by name, or of the encoder that it began with. corrupted: makes
-    the corruptions, and returns their folder."""
-    heads = ("linear",) if "mlp" in without else ("linear", "MLP")
-    found = evaluate(cfg, random_init, heads)
-    if "moved" not in without:
-        found |= measures.moved(cfg, "untrained" if random_init else "trained")
-    if "corruptions" not in without:
-        found |= measures.corrupted(cfg, corrupted(), random_init)
+def corrupted(args: Namespace) -> sweep.Found:
+    """Top-1 of the linear heads on made corruptions, the mean over 15 of them and 5 severities."""
+    folder = Path(args.out, "corrupted")
+    if not folder.exists():
+        robustness.make(str(folder), str(Path(args.data, "val")), per_class=10)
+    found: sweep.Found = {}
+    for name, *_ in map(str.split, RUNS.splitlines()):
+        top1 = {}
+        for seed in args.seeds:
+            out = Path(args.out, f"{name}-{seed}")
+            sweep.call(["-m", "paper.evaluations.robustness", "--checkpoint", f"{out}/last.pt",
+                        "--c", str(folder)], args)
+            sets = json.loads((out / "robustness-c.json").read_text())["found"]
+            top1[seed] = mean(one["top-1"] for one in sets.values())
+        found[name] = {"corrupted: linear, top-1 %": top1}
     return found
 
-# ==== Report ======================================================================================
-def compare(found: dict[str, list[dict[str, float]]]) -> Rows:
-    """found[column]: for each seed, what was measured, by name. Returns `over_seeds` for each name
-    and column; the last two columns are differences within a seed."""
-    rows: Rows = {}
-    for name in found["ser"][0]:
-        columns = {}
-        for column in COLORS:
-            columns[column] = [one[name] for one in found[column]]
-        for other in ("control", "moco"):
-            pairs = zip(columns["ser"], columns[other])
-            columns[f"ser - {other}"] = [a - b for a, b in pairs]
-        rows[name] = {column: over_seeds(values) for column, values in columns.items()}
-    return rows
+def draw(figure: Any, found: sweep.Found) -> None:
+    """Retrieval after every block, a panel for each element; thin: a seed, thick: the mean."""
+    for axes, element in zip(figure.subplots(1, 3), ("rot90", "hflip", "scale")):
+        for number, (name, columns) in enumerate(found.items()):
+            curves = [list(values.values()) for title, values in columns.items()
+                      if title.startswith(f"{element} after") and "retrieval" in title]
+            blocks = range(1, 1 + len(curves))
+            axes.plot(blocks, curves, color=f"C{number}", linewidth=0.5)
+            axes.plot(blocks, [mean(values) for values in curves], color=f"C{number}", label=name)
+        axes.set(xlabel="after block (SER: 2)", title=f"{element}: retrieval")
+    axes.legend()
 
-def plot_seeds(axes: Any, column: str, curves: list[dict[int, float]]) -> None:
-    """A thin line for each seed, and a thick one for their mean."""
-    for curve in curves:
-        axes.plot(list(curve), list(curve.values()), color=COLORS[column], linewidth=0.5, alpha=0.5)
-    common = sorted(set.intersection(*map(set, curves)))     # resumed runs have further records
-    means = [mean(curve[x] for curve in curves) for x in common]
-    axes.plot(common, means, color=COLORS[column], label=column)
-
-def draw(figure: Any, runs: dict[str, list[Config]], rows: Rows,
-         curves: dict[str, list[dict[str, float]]]) -> None:
-    """Above, learning curves, and 20-NN by epoch; below, retrieval after every block, and made
-    corruptions. The cosine is not shown: it rises, too, where all tokens grow alike."""
-    cfg = runs["ser"][0]
-    above, below = figure.subplots(2, 4)
-    for arm, of_seeds in curves.items():
-        plot_seeds(above[3], arm, [{int(epoch): value for epoch, value in one.items()}
-                                   for one in of_seeds])
-    above[3].set(xlabel="epoch", title="20-NN, top-1 % (a part of val)")
-    strengths = [name for name in rows if name.startswith("corrupted, severity")]
-    for column in COLORS:
-        if strengths:
-            found = [rows[name][column]["values"] for name in strengths]     # [severity][seed]
-            plot_seeds(below[3], column, [dict(enumerate(one, 1)) for one in zip(*found)])
-    below[3].set(xlabel="severity", title="made corruptions, top-1 %")
-    above[3].set_visible(bool(curves))
-    below[3].set_visible(bool(strengths))
-    for axes, key in zip(above, ("inv", "equiv", "patch_top1")):
-        for arm, cfgs in runs.items():
-            # moco has no b2, and the control's is read through a projector that nothing trained.
-            if key == "inv" or arm == "ser":
-                plot_seeds(axes, arm, [series(records(one.out), key) for one in cfgs])
-        if key != "patch_top1":
-            chance = series(records(cfg.out), f"{key}_chance")
-            axes.plot(list(chance), list(chance.values()), color="black", linestyle=":")
-        axes.set(xlabel="step", title=f"training: {key}")
-    for axes, element in zip(below, ELEMENTS):
-        for column in COLORS:
-            by_block = [rows[f"{element}: retrieval, block {block}"][column]["values"]
-                        for block in range(1, cfg.depth + 1)]
-            plot_seeds(axes, column, [dict(enumerate(one, 1)) for one in zip(*by_block)])
-        axes.axvline(max(cfg.equiv_layers), color="black", linestyle=":", linewidth=0.8)
-        axes.set(xlabel="after block (dotted: SER's)", title=f"{element}: patch retrieval")
-    above[0].legend(fontsize="small")
-    below[0].legend(fontsize="small")
-
-# ==== Command line ================================================================================
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-    """The flags of this script, and the settings that all arms share. Raises UserError."""
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: require(False, f"{message}; see --help")
-    parser.add_argument("--data", required=True, help="with train/CLASS/... and val/CLASS/...")
-    parser.add_argument("--out", default="runs/imagenette", help="of the runs [runs/imagenette]")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="[0 1 2]")
-    parser.add_argument("--figure", default="", help="the PNG; none: in --out")
-    parser.add_argument("--without", nargs="+", default=[], choices=OPTIONAL,
-                        help=f"measurements to leave out: {' '.join(OPTIONAL)}")
-    options, rest = parser.parse_known_args(argv)
-    given = {argument.partition("=")[0] for argument in rest}
-    require("--seed" not in given, "--seed: say --seeds")
-    require("--save-every" not in given, "--save-every: leave it out, encoders are kept by epochs")
-    require(len(set(options.seeds)) == len(options.seeds), f"--seeds {options.seeds}: one is twice")
-    folder = Path(options.figure).parent
-    require(folder.is_dir(), f"--figure {options.figure}: there is no such folder")
-    require("RANK" not in os.environ, "one process: with torchrun, run the commands that it "
-            "prints, and then this alone, --without curve")
-    require("corruptions" in options.without or importlib.util.find_spec("imagecorruptions"),
-            "made corruptions need imagecorruptions-imaug: pip install -r paper/requirements.txt, "
-            "or --without corruptions")
-    cfg = base_settings(options.data, rest, measures.Kept)
-    require(cfg.epochs % 1 == 0 or "curve" in options.without,
-            f"--epochs {cfg.epochs}: whole ones, or --without curve")
-    require(cfg.weight > 0, f"--weight {cfg.weight}: lambda of SER, more than the control's 0")
-    return options, cfg
-
-def run(options: argparse.Namespace, cfg: Config) -> str:
-    """Train and measure what is missing; returns what to print. Raises UserError and SystemExit."""
-    figure = empty_figure(13, 5.6)     # now, not after hours
-    paths = source_of(cfg)
-    out = Path(options.out)
-    total = steps_of(cfg, len(paths))
-    runs: dict[str, list[Config]] = {}
-    for arm, changes in ARMS.items():
-        runs[arm] = [dataclasses.replace(cfg, seed=seed, out=str(out / f"{arm}-{seed}"), **changes)
-                     for seed in options.seeds]
-
-    @functools.cache
-    def corrupted_images() -> Path:
-        folder = out / "corrupted" / Path(cfg.data).resolve().name     # images that are there stay
-        corruptions.make(str(folder), cfg.data, measures.CORRUPTED, 0, cfg.workers)
-        return folder
-
-    def measured(one: Config) -> dict[str, float]:
-        if "curve" not in options.without:
-            measures.neighbours(one)     # a missing encoder shows now, not after all runs
-        return measure(one, options.without, corrupted_images)
-
-    found = complete(runs, total, ser.digest(paths), measured)
-    found["untrained"] = [measure(one, options.without, corrupted_images, random_init=True)
-                          for one in runs["ser"]]
-    curves: dict[str, list[dict[str, float]]] = {}
-    if "curve" not in options.without:
-        curves = {arm: [measures.neighbours(one) for one in cfgs] for arm, cfgs in runs.items()}
-    terms = [measures.gradient_terms(one, paths) for one in runs["ser"]]
-
-    rows = compare(found)
-    spent, sentence = budget(runs, options.seeds, len(paths), total)
-    layer = max(cfg.equiv_layers)
-    names = [name for name in rows if "%" in name and "severity" not in name]
-    for element in ELEMENTS:
-        names += [f"{element}: retrieval, block {layer}",
-                  f"{element}: retrieval, block {cfg.depth}",
-                  f"{element}: score, block {cfg.depth}"]
-    text = [markdown({name: rows[name] for name in names}), ""]
-    for when in ("untrained", "trained"):
-        inv, equiv, cosine = (mean(one[when][key] for one in terms)
-                              for key in ("inv", "equiv", "cosine"))
-        text.append(f"SER {when}, norms of a batch's gradient in blocks 1 to {layer}: L_inv "
-                    f"{inv:.3g}, lambda L_equiv {equiv:.3g} ({equiv / inv:.2g} of it), cosine "
-                    f"between them {cosine:.2g}.")
-    classes = len(eval_linear.collect(eval_linear.Settings(data=cfg.data, test=()), 0)[0])
-    settings = shlex.join(flags(dataclasses.replace(cfg, data="")))
-    text.append(f"{sentence}; chance: accuracy {100 / classes:.3g} %, retrieval "
-                f"{retrieval_chance(cfg):.2g}; {settings}")
-    stem = "-".join(map(str, ["imagenette", *options.seeds]))
-    eval_linear.write_json(out / f"{stem}.json", {
-        **spent, "arms": ARMS, "settings": settings, "rows": rows, "curves": curves,
-        "gradients": terms, "text": text})
-    draw(figure, runs, rows, curves)
-    write_png(figure, Path(options.figure or out / f"{stem}.png"))
-    return "\n".join(text)
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; returns the exit code: 0, 2 after one line, or 128 + a signal."""
-    return ser.guard(PROGRAM, lambda: resumable(lambda: print(run(*parse(argv)))))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and measure all; print tables, write them and a picture."""
+    from matplotlib.figure import Figure
+    parser = sweep.arguments("runs/imagenette")
+    parser.add_argument("--corruptions", action="store_true", help="make and score corruptions")
+    args, flags = parser.parse_known_args(argv)
+    found = sweep.measure(RUNS, args, [*FLAGS.split(), *flags], EVALUATIONS)
+    if found:
+        tables = [found, corrupted(args)] if args.corruptions else [found]
+        Path(args.out, "found.json").write_text(json.dumps(tables, indent=1))
+        for baseline in ("control", "MoCo-v3"):
+            print(f"\nin brackets: the difference to {baseline}")
+            print(*[sweep.table(one, baseline, BLOCKS) for one in tables], sep="\n\n")
+        figure = Figure(figsize=(13, 4), layout="constrained")
+        draw(figure, found)
+        figure.savefig(Path(args.out, "retrieval.png"))
 
 if __name__ == "__main__":
-    ser.leave(main())
+    main()

@@ -8,8 +8,7 @@
 
 Two networks of one shape see two views x1 and x2 of an image. The student g_s is trained to
 predict, from one view, the distribution over K outputs that the teacher g_t gives for the other
-view; the teacher is a moving average of the student (Caron et al. 2021; the equations and
-Algorithm 1 below are theirs):
+view; the teacher is a moving average of the student (Caron et al. 2021, whose equations these are):
 
     P_s(x) = softmax(g_s(x) / tau_s)           the student's distribution                   (Eq. 1)
     P_t(x) = softmax((g_t(x) - c) / tau_t)     the teacher's, with the center c; no gradient
@@ -17,159 +16,107 @@ Algorithm 1 below are theirs):
     L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2                         (Algorithm 1)
     c     <- m c + (1 - m) mean of g_t(x) over images and views   the center                (Eq. 4)
 
-Two remedies keep the teacher from saying the same of all images. Centering, the subtraction of c,
-keeps it from always choosing the same output; sharpening, tau_t < tau_s, keeps it from giving all
-outputs equal shares.
-
-Only what is DINO's own stands here; views, encoder, SER and training are those of ser.py. Each
-setting names its source: `paper` is SER's paper; `release` is the script of its authors for
-DINO + SER, which has two views and no local crops; `DINO` is the code of Caron et al. The paper
-comes first, then the release. Axes: B images of a rank, b1 and b2 together; N tokens; D width of
-the encoder; K outputs of the head.
+Settings are SER's paper's, else those of its authors' script for DINO + SER (`release`: two views,
+no local crops), else those of the code of Caron et al. (`DINO`); each names its source. Axes: B
+images of a rank, b1 and b2 together; D width of the encoder; K outputs of the head.
 """
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import math
-from typing import Any, ClassVar
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torchvision.ops import stochastic_depth
 
 import ser
-from ser import INF, TINY, View, ViT, move_towards, setting, warmup_cosine
 
 # ==== 1. Settings, optimizer and schedules ========================================================
-@dataclasses.dataclass(frozen=True)
-class Settings(ser.Common):
-    """The settings of DINO + SER that differ from those of MoCo-v3 + SER, and DINO's own."""
-    out: str = setting("runs/dino", 0, 0, "folder of the run; a run that is there continues")
-    weight: float = setting(0.3, 0, INF, "lambda of L_equiv (release: 0.3); 0: the control")
-    temperature: float = setting(0.5, TINY, INF, "tau of L_equiv (paper: 0.5 with DINO)")
-    crop_min: float = setting(0.25, TINY, 1, "least area of a crop, share of image (release: 0.25)")
-    base_lr: float = setting(1e-4, TINY, INF, "learning rate, scaled by batch_size / 256 (release)")
-    final_lr: float = setting(1e-5, 0, INF, "learning rate at the end, not scaled (release: 1e-5)")
-    weight_decay: float = setting(0.04, 0, INF, "weight decay at the start (DINO: 0.04)")
-    final_weight_decay: float = setting(0.4, 0, INF, "weight decay at the end (DINO: 0.4)")
-    clip: float = setting(0.3, 0, INF, "limit of a parameter's gradient norm (release: 0.3); 0: no")
-    drop_path: float = setting(0.1, 0, 0.99, "stochastic depth: rate in the last block (DINO: 0.1)")
-    hidden: int = setting(2048, 1, INF, "hidden width of the head (DINO: 2048)")
-    outputs: int = setting(65536, 2, INF, "outputs K of the head (DINO: 65536)")
-    student_temp: float = setting(0.1, TINY, INF, "tau_s of the student (DINO: 0.1)")
-    first_teacher_temp: float = setting(0.04, TINY, INF, "tau_t at the start (release: 0.04)")
-    teacher_temp: float = setting(0.07, TINY, INF, "tau_t after its rise (release: 0.07)")
-    teacher_temp_epochs: float = setting(10.0, 0, INF, "epochs in which tau_t rises (release: 10)")
-    momentum: float = setting(0.982, 0, 1, "teacher's first momentum, rising to 1 (release: 0.982)")
-    center_momentum: float = setting(0.9, 0, 1, "momentum m of the center (DINO: 0.9)")
-    freeze_epochs: float = setting(1.0, 0, INF, "epochs with the last layer frozen (DINO: 1)")
-    drawn: ClassVar[dict[str, Any]] = ser.SMALL | dict(
-        hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0, freeze_epochs=0.25)
-    program: ClassVar[str] = "-m paper.methods.dino"
+SMALL = ser.SMALL | dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0)
 
-    @property
-    def teacher_temp_rise(self) -> float:
-        """Epochs in which tau_t rises: teacher_temp_epochs, shortened if need be."""
-        return self.shortened(self.teacher_temp_epochs)
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line: those of ser.py with other defaults, and DINO's own."""
+    parser = ser.arguments()
+    # tau: paper. Weight decay, of matrices and at the start: DINO. The others: release.
+    parser.set_defaults(out="runs/dino", weight=0.3, temperature=0.5, crop_min=0.25, base_lr=1e-4,
+                        weight_decay=0.04)
+    add = parser.add_argument
+    add("--final-lr", type=float, default=1e-5, help="at the end, not scaled (release: 1e-5)")
+    add("--final-weight-decay", type=float, default=0.4, help="at the end (DINO: 0.4)")
+    add("--clip", type=float, default=0.3, help="limit of a gradient's norm; inf: none (release)")
+    add("--drop-path", type=float, default=0.1, help="stochastic depth in the last block (DINO)")
+    add("--hidden", type=int, default=2048, help="hidden width of the head (DINO: 2048)")
+    add("--outputs", type=int, default=65536, help="outputs K of the head (DINO: 65536)")
+    add("--first-teacher-temp", type=float, default=0.04, help="tau_t at the start (release)")
+    add("--teacher-temp", type=float, default=0.07, help="tau_t after its rise (release: 0.07)")
+    add("--teacher-temp-epochs", type=float, default=10.0, help="of the rise of tau_t (release)")
+    add("--momentum", type=float, default=0.982, help="teacher's first, rising to 1 (release)")
+    add("--freeze-epochs", type=float, default=1.0, help="with the last layer frozen (DINO: 1)")
+    return ser.parse(argv, parser, SMALL)
 
-    @property
-    def freeze(self) -> float:
-        """Epochs in which the head's last layer is frozen: freeze_epochs, shortened if need be."""
-        return self.shortened(self.freeze_epochs)
+def half_cosine(start: float, end: float, progress: float) -> float:
+    """From start to end while `progress` goes from 0 to 1."""
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def shortened(self, epochs: float) -> float:
-        """`epochs`, or a tenth of the run if the run is not longer than that, as for `warmup`."""
-        return epochs if epochs < self.epochs else self.epochs / 10
+def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """AdamW on two groups, matrices and vectors (biases and norms). Its step begins with `prepare`,
+    which sets the rates, clips each gradient on its own, and freezes the last layer at first."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in trained if p.dim() > 1]}
+    vectors = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}
+    adamw = torch.optim.AdamW([matrices, vectors], weight_decay=args.weight_decay, fused=True)
 
-    def optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """AdamW in three groups, which `before_step` treats differently: the vectors (biases and
-        norms), the last layer of the head, and as "matrices" all other parameters."""
-        groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "last": []}
-        for name, p in model.named_parameters():
-            if not p.requires_grad:
-                continue
-            if name.startswith("base.head.last"):     # DINO is the `base` of the SER model
-                groups["last"].append(p)
-            elif p.dim() > 1:
-                groups["matrices"].append(p)
-            else:
-                groups["vectors"].append(p)
-        param_groups = [{"kind": kind, "params": params} for kind, params in groups.items()]
-        return torch.optim.AdamW(param_groups, self.lr, **options)     # decays: in before_step
+    def prepare(adamw: torch.optim.Optimizer, *_: object) -> None:
+        progress = model.base.progress
+        epoch = progress * args.epochs
+        decay = half_cosine(args.weight_decay, args.final_weight_decay, progress)
+        adamw.param_groups[0]["weight_decay"] = decay
+        for group in adamw.param_groups:
+            group["lr"] = ser.learning_rate(args, epoch, args.final_lr)
+        for p in trained:
+            nn.utils.clip_grad_norm_(p, args.clip)
+        if epoch < args.freeze_epochs:
+            model.base.head.last.zero_grad()     # to None: AdamW then leaves it as it is
 
-    def before_step(self, optimizer: torch.optim.Optimizer, epoch: float) -> None:
-        """Called between backward pass and step, at a fractional epoch. Sets the learning rate
-        (linear warmup, then half a cosine down) and the weight decay (half a cosine up, none for
-        vectors), clips the gradient of each parameter on its own, and freezes the last layer."""
-        lr = warmup_cosine(epoch, self.warmup, self.epochs, self.lr, self.final_lr)
-        # Half a cosine from `peak`, here the lower value, to `end`.
-        decay = warmup_cosine(epoch, warmup=0, epochs=self.epochs, peak=self.weight_decay,
-                              end=self.final_weight_decay)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = 0.0 if group["kind"] == "vectors" else decay
-            frozen = group["kind"] == "last" and epoch < self.freeze
-            for p in group["params"]:
-                if frozen:
-                    p.grad = None     # AdamW then leaves p as it is, without weight decay too
-                elif self.clip > 0:
-                    nn.utils.clip_grad_norm_(p, self.clip)
+    adamw.register_step_pre_hook(prepare)
+    return adamw
 
 # ==== 2. The student's parts: stochastic depth and the head =======================================
 class StochasticBlock(ser.Block):
-    """A copy of `block` (tokens of width `dim`) with stochastic depth (Huang et al. 2016). In
+    """A copy of `block` (tokens of width `dim`) with stochastic depth (Huang et al. 2016): in
     training, each branch, attention and MLP, is left out for an image with probability `drop`; for
     the other images it is divided by 1 - drop, which keeps the mean."""
-
     def __init__(self, block: ser.Block, dim: int, drop: float):
         super().__init__(dim, block.heads)
         self.load_state_dict(block.state_dict())
         self.drop = drop
+        self.attn["proj"].register_forward_hook(self.drop_images)     # where the branches end
+        self.mlp["fc2"].register_forward_hook(self.drop_images)
 
-    def forward(self, parts: list[Tensor]) -> list[Tensor]:
-        """Tokens (B_i, N_i, D) of each part of a batch, b1 and b2 of each view -> the same."""
-        if not self.training:
-            return super().forward(parts)
-        x = ser.pack(parts)                                       # (sum of B_i * N_i, D)
-        x = x + self.draw_factors(parts) * self.attention(x, parts)
-        x = x + self.draw_factors(parts) * self.feed_forward(x)
-        return ser.unpack(x, parts)
-
-    def draw_factors(self, parts: list[Tensor]) -> Tensor:
-        """Draw what one branch is multiplied by, (sum of B_i * N_i, 1): for each image 0 with
-        probability `drop`, else 1 / (1 - drop), and the same for all its tokens."""
-        factors = []
-        for tokens in parts:
-            images, length, _ = tokens.shape
-            kept = torch.rand(images, device=tokens.device) >= self.drop
-            factors.append(kept.repeat_interleave(length) / (1 - self.drop))
-        return torch.cat(factors)[:, None]
+    def drop_images(self, layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
+        return stochastic_depth(branch, self.drop, "row", self.training)
 
 class Head(nn.Module):
-    """(B, D) -> (B, K): three linear layers with GELU between them give 256 features, which are
-    brought to length 1; then a linear layer without bias. The K rows of its weight begin with
-    length 1, so that each output begins as a cosine."""
-
-    def __init__(self, dim: int, hidden: int, outputs: int, bottleneck: int = 256):
+    """(B, D) -> (B, K): three linear layers with GELU, features of length 1, and a linear layer
+    without bias, whose K rows begin with length 1: each output begins as a cosine."""
+    def __init__(self, dim: int, hidden: int, outputs: int):
         super().__init__()
         self.mlp = nn.Sequential(
             nn.Linear(dim, hidden), nn.GELU(),
             nn.Linear(hidden, hidden), nn.GELU(),
-            nn.Linear(hidden, bottleneck))
+            nn.Linear(hidden, 256))
         for layer in self.mlp[::2]:
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
-        # weight_norm splits the weight into the lengths of its rows, which PyTorch calls original0,
-        # and their directions, original1.
-        self.last = weight_norm(nn.Linear(bottleneck, outputs, bias=False))
-        lengths = self.last.parametrizations.weight.original0
+        # weight_norm splits the weight into lengths of rows, original0, and directions, original1.
+        self.last = weight_norm(nn.Linear(256, outputs, bias=False))
         # Choice: the lengths are trained, as in the release and as DINO's authors say they do with
         # ViT-S; the default of their code fixes them at 1.
-        nn.init.ones_(lengths)
+        nn.init.ones_(self.last.parametrizations.weight.original0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mlp(x)
@@ -179,14 +126,11 @@ class Head(nn.Module):
             return self.last(F.normalize(x.float(), dim=-1))
 
 # ==== 3. The loss and the method ==================================================================
-def teacher_says(t: Tensor, center: Tensor, temperature: float) -> Tensor:
-    """P_t (B, K) from outputs t (B, K) of the teacher, the center c (K,) and tau_t."""
-    return ((t - center) / temperature).softmax(dim=-1)
-
-def cross_entropy(target: Tensor, s: Tensor, temperature: float) -> Tensor:
-    """The mean over images of H(P_t, P_s) (Eq. 2), from the target P_t (B, K), which carries no
-    gradient, and outputs s (B, K) and tau_s of the student."""
-    log_student = (s / temperature).log_softmax(dim=-1)
+def cross_entropy(t: Tensor, s: Tensor, center: Tensor, tau_t: float) -> Tensor:
+    """The mean over images of H(P_t, P_s), from outputs t of the teacher, which carry no gradient,
+    and s of the student, both (B, K), and the center c (K,)."""
+    target = ((t - center) / tau_t).softmax(dim=-1)
+    log_student = (s / 0.1).log_softmax(dim=-1)     # tau_s is 0.1 (DINO)
     return -(target * log_student).sum(dim=-1).mean()
 
 class DINO(nn.Module):
@@ -196,91 +140,60 @@ class DINO(nn.Module):
     # of the encoder begin as Xavier's (DINO and the release: truncated normal), and [CLS] begins
     # with a standard deviation of 1e-6 (0.02 there) and has no position code (it has one there).
     # Choice: the student's encoder is evaluated, as in the release; DINO evaluates the teacher's.
-
-    def __init__(self, encoder: ViT, cfg: Settings):
+    def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
-        self.cfg = cfg
+        self.args = args
         # Choice: the patch embedding is trained, as in DINO; that of MoCo-v3 stays random.
         encoder.patch_embed.requires_grad_(True)
         self.encoder = encoder
-        self.head = Head(encoder.dim, cfg.hidden, cfg.outputs)
+        self.head = Head(encoder.dim, args.hidden, args.outputs)
         self.teacher = copy.deepcopy(encoder).requires_grad_(False)
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
-        # Only the student has stochastic depth, so it gets it after the teacher was copied from it.
-        # The rate grows linearly, from 0 in the first block to drop_path in the last.
-        last = max(encoder.depth - 1, 1)     # not 0 for an encoder of one block
-        for i in range(encoder.depth):
-            drop = cfg.drop_path * i / last
-            encoder.blocks[i] = StochasticBlock(encoder.blocks[i], encoder.dim, drop)
-        self.register_buffer("center", torch.zeros(cfg.outputs))
-        self.tau_t = cfg.first_teacher_temp
-        self.diagnostics: dict[str, Tensor | float] = {}
+        # Only the student has stochastic depth; its rate grows linearly, from 0 in the first block.
+        for i, block in enumerate(encoder.blocks):
+            drop = args.drop_path * i / (encoder.depth - 1)
+            encoder.blocks[i] = StochasticBlock(block, encoder.dim, drop)
+        self.register_buffer("center", torch.zeros(args.outputs))
+        self.chance = math.log(args.outputs)     # L_inv where all outputs get equal shares
 
+    @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Called before every forward pass, at `progress` in [0, 1): moves the teacher towards the
-        student, with a momentum that rises to 1 on half a cosine, and sets tau_t, which rises
-        linearly. Algorithm 1 moves the teacher after a step. Before the next is the same, but for a
-        momentum that is one step ahead; before the first, both are equal and nothing moves."""
-        momentum = warmup_cosine(progress, warmup=0, epochs=1, peak=self.cfg.momentum, end=1.0)
-        move_towards(self.teacher, self.encoder, momentum)
-        move_towards(self.teacher_head, self.head, momentum)
+        """Move the teacher towards the student, and set tau_t. Algorithm 1 moves it after a step;
+        before the next is the same, but for a momentum that is one step ahead."""
+        self.progress = progress     # for the schedules of the optimizer
+        momentum = half_cosine(self.args.momentum, 1.0, progress)
+        for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
+            for p, q in zip(slow.parameters(), fast.parameters()):
+                p.lerp_(q, 1 - momentum)     # p <- momentum * p + (1 - momentum) * q
         # Choice: tau_t rises with every step; in DINO with every epoch.
-        epoch = progress * self.cfg.epochs
-        rise = self.cfg.teacher_temp_rise
-        share = min(epoch / rise, 1.0) if rise > 0 else 1.0
-        first = self.cfg.first_teacher_temp
-        self.tau_t = first + share * (self.cfg.teacher_temp - first)
-        self.diagnostics |= {"momentum": momentum, "teacher_temp": self.tau_t}
+        epoch = progress * self.args.epochs
+        self.tau_t = self.args.teacher_temp
+        if epoch < self.args.teacher_temp_epochs:
+            left = 1 - epoch / self.args.teacher_temp_epochs
+            self.tau_t -= left * (self.args.teacher_temp - self.args.first_teacher_temp)
 
-    def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
-        """Algorithm 1: L_inv, a scalar. views: the two views, whose images the teacher encodes
-        here. cls: the final [CLS] (B, D) of each view by the student, whose encoder SER has run
-        already."""
+    def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
+        """Algorithm 1: L_inv, a scalar. cls: the student's [CLS] (B, D) of each of the two views;
+        the teacher encodes their images here."""
         s1 = self.head(cls[0])                                   # (B, K), and so are s2, t1, t2
         s2 = self.head(cls[1])
-        t1 = self.teach(views[0])
-        t2 = self.teach(views[1])
-        target1 = teacher_says(t1, self.center, self.tau_t)
-        target2 = teacher_says(t2, self.center, self.tau_t)
+        with torch.no_grad():
+            t1 = self.teacher_head(ser.encode_view(self.teacher, views[0])[0])
+            t2 = self.teacher_head(ser.encode_view(self.teacher, views[1])[0])
         # The teacher's view 1 teaches the student's view 2, and the other way round.
-        loss12 = cross_entropy(target1, s2, self.cfg.student_temp)
-        loss21 = cross_entropy(target2, s1, self.cfg.student_temp)
-        self.move_center(torch.cat([t1, t2]))     # after its use, as in Algorithm 1
-        self.diagnose(torch.cat([target1, target2]))
+        loss12 = cross_entropy(t1, s2, self.center, self.tau_t)
+        loss21 = cross_entropy(t2, s1, self.center, self.tau_t)
+        mean = torch.cat([t1, t2]).mean(dim=0)     # Eq. 4, over the images of all ranks
+        ranks, _ = ser.ranks_and_rank()
+        if ranks > 1:
+            dist.all_reduce(mean)
+        self.center.lerp_(mean / ranks, 1 - 0.9)     # after its use; m is 0.9 (DINO)
         return (loss12 + loss21) / 2
 
-    @torch.no_grad()
-    def teach(self, view: View) -> Tensor:
-        """g_t(x): the teacher's outputs (B, K) for a view, rows of b1, then of b2."""
-        cls = torch.cat([part.cls for part in self.teacher(view.images)])
-        return self.teacher_head(cls)
-
-    @torch.no_grad()
-    def move_center(self, t: Tensor) -> None:
-        """Eq. 4, from the teacher's outputs t (2B, K) for both views: c <- m c + (1 - m) mean, over
-        the images of all ranks."""
-        mean = mean_over_ranks(t.mean(dim=0))
-        self.center.lerp_(mean, 1 - self.cfg.center_momentum)
-
-    @torch.no_grad()
-    def diagnose(self, targets: Tensor) -> None:
-        """Measure, for the log, how the teacher uses its outputs over all images, from the targets
-        (2B, K) of both views. teacher_entropy is that of their mean: 0 if all images get one
-        output for certain, ln K if all outputs are used alike. That is good, unless inv stays at
-        its chance, ln K, too: then the target of every single image may be uniform."""
-        used = mean_over_ranks(targets.mean(dim=0))
-        self.diagnostics["teacher_entropy"] = torch.special.entr(used).sum()
-        self.diagnostics["inv_chance"] = math.log(self.cfg.outputs)
-
-def mean_over_ranks(x: Tensor) -> Tensor:
-    """The mean over all ranks of x, without gradient. It may overwrite x, a temporary value."""
-    ranks, _ = ser.ranks_and_rank()
-    if ranks > 1:
-        dist.all_reduce(x)
-    return x / ranks
-
-# build(cfg) -> the SER model of a run, whose base method is DINO(encoder, cfg).
-build = functools.partial(ser.build, method=DINO)
+def build(args: Namespace) -> ser.SER:
+    """The model of a run: DINO + SER."""
+    base = DINO(ser.new_encoder(args), args)
+    return ser.SER(base, args.equiv_layers, args.weight, args.temperature)
 
 if __name__ == "__main__":
-    ser.leave(ser.main(None, Settings, build))
+    ser.train(settings(), build, ser.two_views, optimizer)

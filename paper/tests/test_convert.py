@@ -1,154 +1,62 @@
-"""Encoders go to timm and come from it with equal features; what cannot is refused.
-
-    python -m pytest -q paper/tests/test_convert.py
-"""
-import re
-
+"""Encoders go to timm and come from it with equal outputs."""
 import pytest
 import torch
+from torch.testing import assert_close
 
-import eval_linear
 import ser
 from paper.experiments import convert
-from test_ser import close, shake
+from paper.tests.toys import seeded, toy_checkpoint
 
-SHAPE = dict(image_size=32, patch_size=8, dim=16, depth=2, heads=2)
+IMAGES = torch.randn(3, 3, 16, 16, generator=seeded(1))
 
-def timms_vit(**more):
-    """timm's ViT of SHAPE with random weights everywhere, in eval mode."""
-    timm = pytest.importorskip("timm")
-    vit = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=16, depth=2,
-                                        num_heads=2, num_classes=0, **more)
-    return shake(vit).eval()
+def shaken_timm(heads):
+    """timm's ViT of the toy's sizes, with random weights everywhere."""
+    timms = pytest.importorskip("timm").models.VisionTransformer
+    vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
+    for p in vit.eval().parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=seeded(len(p)))
+    return vit
 
-def run_of(tmp_path, cls_layer):
-    """A checkpoint of a small run, and its encoder."""
-    cfg = ser.Config(**SHAPE, cls_layer=cls_layer, ratio=0.25, equiv_layers=(1,), moco_hidden=16,
-                     batch_size=8, seed=5)
-    model = shake(ser.build(cfg))
-    path = tmp_path / "run" / "last.pt"
-    path.parent.mkdir()
-    ser.save_whole(path, dict(step=7, program="ser.py", shape=model.base.encoder.shape,
-                              config=vars(cfg), images="4, ab", model=model.state_dict(),
-                              optimizer=cfg.optimizer(model).state_dict()))
-    return path, model.base.encoder.eval()
-
-def images():
-    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-
-@pytest.mark.parametrize("more", [{}, {"no_embed_class": True}, {"num_classes": 5}])
-def test_timms_weights_give_timms_features_here(more, tmp_path, capsys):
-    vit = timms_vit(**{name: value for name, value in more.items() if name != "num_classes"})
-    weights = vit.state_dict()
-    if "num_classes" in more:     # a classifier's head is left out
-        weights |= {"head.weight": torch.zeros(5, 16), "head.bias": torch.zeros(5)}
-    torch.save(weights, tmp_path / "timm.pth")
+@pytest.mark.parametrize("form", ["timm", "base", "momentum"])
+def test_timms_weights_give_timms_outputs_here(form, tmp_path):
+    """A bare state dict, and both encoders of moco-v3's checkpoint, whose ViTs have 12 heads. A
+    classifier is left out."""
+    vit = shaken_timm(2 if form == "timm" else 12)
+    state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}
+    flags = {"timm": ["--heads", "2"], "base": [], "momentum": ["--momentum"]}[form]
+    if form != "timm":
+        moco = {"module.predictor.0.weight": torch.zeros(1)}
+        for branch in ("base", "momentum"):
+            factor = 1 if branch == form else 2
+            moco |= {f"module.{branch}_encoder.{name}": factor * w for name, w in state.items()}
+        state = {"epoch": 300, "state_dict": moco}
+    torch.save(state, tmp_path / "timm.pth")
     out = tmp_path / "new" / "last.pt"
-    argv = ["--from-timm", str(tmp_path / "timm.pth"), "--out", str(out), "--heads", "2"]
-    assert convert.main(argv) == 0 and str(out) in capsys.readouterr().out
-    x = images()
+    convert.main(["--from-timm", str(tmp_path / "timm.pth"), str(out), *flags])
     with torch.no_grad():
-        close(ser.load_encoder(out)([x])[0].cls, vit(x))
-    cfg = ser.Config(**SHAPE, cls_layer=0, ratio=0.0, moco_hidden=16, batch_size=8, init=str(out))
-    close(ser.build(cfg).base.encoder.state_dict(), ser.load_encoder(out).state_dict())
-    assert eval_linear.frozen_encoder(eval_linear.Settings(checkpoint=str(out)))[1] == 0
+        assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
 
-def test_an_encoder_with_cls_at_the_input_gives_timm_equal_features(tmp_path, capsys):
-    path, encoder = run_of(tmp_path, 0)
-    assert convert.main(["--to-timm", str(path), str(tmp_path / "timm.pth")]) == 0
-    timm = pytest.importorskip("timm")
-    vit = eval(capsys.readouterr().out.partition("MB: ")[2], {"timm": timm}).eval()     # as printed
+def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
+    path = toy_checkpoint(tmp_path, dim=24, depth=2, cls_layer=0)
+    convert.main(["--to-timm", path, str(tmp_path / "timm.pth")])
+    vit = shaken_timm(2)
     vit.load_state_dict(torch.load(tmp_path / "timm.pth", weights_only=True))
-    x = images()
+    ours = ser.load_encoder(path)
     with torch.no_grad():
-        close(vit(x), encoder([x])[0].cls)
-    # There and back again.
-    back = convert.from_timm(torch.load(tmp_path / "timm.pth", weights_only=True), heads=2)
-    close(back.state_dict(), encoder.state_dict())
-    assert back.shape == encoder.shape
+        assert_close(vit(IMAGES), ours(IMAGES).cls)
+    back = tmp_path / "back.pt"
+    convert.main(["--from-timm", str(tmp_path / "timm.pth"), str(back), "--heads", "2"])
+    assert_close(ser.load_encoder(back).state_dict(), ours.state_dict())
 
-def test_a_late_cls_is_refused_with_four_lines_that_are_right(tmp_path, capsys):
-    path, encoder = run_of(tmp_path, 1)
-    assert convert.main(["--to-timm", str(path), str(tmp_path / "timm.pth")]) == 2
-    lines, said = capsys.readouterr()
-    assert "enters after block 1" in said and said.count("\n") == 1
-    assert lines.count("\n") == 4 and not (tmp_path / "timm.pth").exists()
-    x = images()
-    found = {"ser": ser, "x": x}
-    with torch.no_grad():
-        exec(lines, found)
-        expected = encoder([ser.normalise(x)], [1])[0]
-    close(found["features"], expected.cls)
-    close(found["tokens"], expected.maps[1])
+def test_a_late_cls_does_not_go_to_timm(tmp_path):
+    """timm would take the weights, and put [CLS] first."""
+    with pytest.raises(SystemExit, match="after block 1"):
+        convert.main(["--to-timm", toy_checkpoint(tmp_path), str(tmp_path / "timm.pth")])
+    assert not (tmp_path / "timm.pth").exists()
 
-def test_timm_would_be_silently_wrong_with_a_late_cls(tmp_path):
-    vit = timms_vit()
-    encoder = convert.from_timm(vit.state_dict(), heads=2, cls_layer=1).eval()
-    x = images()
-    with torch.no_grad():
-        assert (encoder([x])[0].cls - vit(x)).abs().max() > 0.05
-
-def test_moco_v3s_checkpoint_gives_either_encoder_and_its_fixed_codes(tmp_path, capsys):
-    encoders = {}
-    state = {}
-    for name in ("base", "momentum"):
-        encoder = ser.ViT(32, 8, 24, 2, 12, 0, "sincos")
-        torch.nn.init.normal_(encoder.cls_token, std=1 if name == "base" else 2)
-        encoders[name] = encoder
-        for key, w in convert.to_timm(encoder).items():
-            state[f"module.{name}_encoder.{key}"] = w
-        state[f"module.{name}_encoder.head.0.weight"] = torch.zeros(4, 24)
-    state["module.predictor.0.weight"] = torch.zeros(4, 4)
-    torch.save({"epoch": 300, "arch": "vit_small", "state_dict": state, "optimizer": {}},
-               tmp_path / "moco.pth.tar")
-    for name, flag in (("base", []), ("momentum", ["--momentum"])):
-        out = tmp_path / f"{name}.pt"
-        argv = ["--from-timm", str(tmp_path / "moco.pth.tar"), "--out", str(out), *flag]
-        assert convert.main(argv) == 0
-        given = ser.load_encoder(out)
-        close(given.state_dict(), encoders[name].state_dict())
-        assert given.shape == encoders[name].shape     # 12 heads, sincos
-
-def test_encoder_only_keeps_the_encoder_and_little_else(tmp_path):
-    path, encoder = run_of(tmp_path, 1)
-    small = tmp_path / "small.pt"
-    assert convert.main(["--encoder-only", str(path), str(small)]) == 0
-    close(ser.load_encoder(small).state_dict(), encoder.state_dict())
-    assert all(name.startswith("base.encoder.") for name in ser.load_checkpoint(small)["model"])
-    weights = sum(w.numel() for w in encoder.state_dict().values())
-    assert small.stat().st_size < 4 * weights + 25_000 < path.stat().st_size
-    # What --random-init and --equivariance need of a checkpoint is kept.
-    assert ser.load_checkpoint(small)["config"]["seed"] == 5
-    settings = eval_linear.Settings(checkpoint=str(small))
-    assert eval_linear.frozen_encoder(settings)[1] == 7
-
-@pytest.mark.parametrize("argv, words", [
-    ([], "required"), (["--from-timm", "{there}"], "needs --out"),
-    (["--from-timm", "/no/such", "--out", "{new}"], "/no/such"),
-    (["--from-timm", "{text}", "--out", "{new}"], "cannot be read"),
-    (["--from-timm", "{list}", "--out", "{new}"], "no state dict"),
-    (["--from-timm", "{there}", "--out", "{new}"], "without cls_token"),
-    (["--from-timm", "{there}", "--out", "{new}", "--momentum"], "module.momentum_encoder"),
-    (["--from-timm", "{scaled}", "--out", "{new}", "--heads", "2"], "blocks.0.ls1.gamma"),
-    (["--from-timm", "{plain}", "--out", "{new}", "--heads", "3"], "heads 3"),
-    (["--from-timm", "{plain}", "--out", "{text}", "--heads", "2"], "is there already"),
-    (["--to-timm", "{text}", "{new}"], "damaged"), (["--encoder-only", "{there}"], "2 arguments")])
-def test_a_mistake_is_one_line_and_exit_code_2(argv, words, tmp_path, capsys):
-    plain = convert.to_timm(ser.ViT(**SHAPE, cls_layer=0))
-    (tmp_path / "text").write_text("no checkpoint")
-    torch.save({"a": torch.zeros(1)}, tmp_path / "there")
-    torch.save([1], tmp_path / "list")
-    torch.save(plain, tmp_path / "plain")
-    torch.save(plain | {"blocks.0.ls1.gamma": torch.ones(16)}, tmp_path / "scaled")
-    names = {name: tmp_path / name for name in ("text", "there", "list", "plain", "scaled", "new")}
-    assert convert.main([word.format(**names) for word in argv]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-def test_the_modules_commands_are_those_that_it_takes():
-    command = r"^    python -m paper\.experiments\.convert (.*)$"
-    commands = re.findall(command, convert.__doc__, re.M)
-    assert len(commands) == 3
-    for command in commands:
-        convert.parse(command.split())
+def test_encoder_only_keeps_what_evaluations_read(tmp_path):
+    path = toy_checkpoint(tmp_path)
+    convert.main(["--encoder-only", path, str(tmp_path / "small.pt")])
+    kept = torch.load(tmp_path / "small.pt", weights_only=True)
+    there = torch.load(path, weights_only=True)
+    assert str(kept) == str({name: there[name] for name in ("step", "settings", "encoder")})
