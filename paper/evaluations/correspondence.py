@@ -20,7 +20,7 @@ import ser
 from eval_linear import eval_transform
 from paper.evaluations.tsne import load_encoders
 
-def settings(argv: list[str] | None = None) -> Namespace:
+def settings(argv=None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -38,7 +38,7 @@ def draw_element(name: str, index: int, grid: int) -> ser.Geometry:
         return g._replace(turns=torch.tensor([1 + index % 3]))
     return g._replace(flip=torch.tensor([name == "hflip"]))
 
-def centres(grid: tuple[int, int]) -> Tensor:
+def centres(grid: tuple) -> Tensor:
     """The centres of the tokens of a grid, (N, 2): row and column, shares of height and width."""
     rows, columns = [(torch.arange(length) + 0.5) / length for length in grid]
     return torch.cartesian_prod(rows, columns)
@@ -53,7 +53,7 @@ def destination(g: ser.Geometry, places: Tensor) -> Tensor:
     return torch.stack([row, column], dim=1)
 
 @torch.no_grad()
-def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple[Tensor, ...]:
+def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple:
     """The moved copy of an image (3, S, S) in [0, 1]. For each of N tokens of the image: its place
     and that of the copy's most similar token (N, 2, 2), and whether rho_g brings it there (N,)."""
     copy = ser.rho(g, image[None], encoder.patch_size)

@@ -33,7 +33,7 @@ PAPER = {"rotation": """\
   paper, MoCo-v3 + STL             62.91   82.09   88.83   97.22   83.27
   paper, MoCo-v3 + SER             63.02   78.68   92.87   96.59   75.95"""}
 
-def settings(argv: list[str] | None = None) -> Namespace:
+def settings(argv=None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -47,7 +47,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return parser.parse_args(argv)
 
 @torch.no_grad()
-def version_features(encoder: ser.ViT, data: Dataset, layers: list[int], workers: int) -> Tensor:
+def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int) -> Tensor:
     """(n, V, L, D): the mean patch token of each version of each image after each of the layers."""
     loader = DataLoader(data, 64, num_workers=workers)
     batches = []
@@ -63,7 +63,7 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list[int], workers
         batches.append(means.unflatten(0, (5, -1)))                               # (V, B, L, D)
     return torch.cat(batches, dim=1).transpose(0, 1)
 
-def probe(train: Tensor, test: Tensor, versions: list[int], seed: int) -> float:
+def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     """The accuracy in percent, on test (m, V, D), of an MLP trained on train (n, V, D) to tell
     `versions` from each other."""
     std = train.std((0, 1)).clamp_min(1e-6)
