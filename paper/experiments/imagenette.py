@@ -75,7 +75,6 @@ def draw(figure: Any, found: sweep.Found) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and measure all; print tables, write them and a picture."""
-    from matplotlib.figure import Figure
     parser = sweep.arguments("runs/imagenette")
     parser.add_argument("--corruptions", action="store_true", help="make and score corruptions")
     args, flags = parser.parse_known_args(argv)
@@ -86,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for baseline in ("control", "MoCo-v3"):
             print(f"\nin brackets: the difference to {baseline}")
             print(*[sweep.table(one, baseline, BLOCKS) for one in tables], sep="\n\n")
+        from matplotlib.figure import Figure
         figure = Figure(figsize=(13, 4), layout="constrained")
         draw(figure, found)
         figure.savefig(Path(args.out, "retrieval.png"))
