@@ -43,6 +43,7 @@ def test_rates_and_decays_are_those_of_a_list_made_by_hand(tmp_path):
 
 def test_branches_are_skipped_more_often_in_later_blocks_and_only_in_training(tmp_path):
     model = model_of(tmp_path, drop_path=0.5)
+    torch.manual_seed(0)
     for block, share in zip(model.encoder.blocks, (0.0, 0.25, 0.5)):
         for layer in (block.attn["proj"], block.mlp["fc2"]):
             branch = layer(torch.randn(2000, 1, layer.in_features, generator=seeded(1)))
