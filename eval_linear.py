@@ -34,7 +34,7 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS and val/CLASS; none: drawn images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
-    add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
+    add("--checkpoint", default="runs/ser/last.pt", help="of a run, or of experiments/convert.py")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="heads of three layers in place of linear ones")
     add("--knn", action="store_true", help="20-NN without heads")
