@@ -729,7 +729,7 @@ def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's draws go on as before
-        encoder = new_encoder(Namespace(**state["settings"]))
+        encoder = new_encoder(Namespace(**state["settings"]))     # none in timm's: convert.py
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
