@@ -448,7 +448,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # sends nothing back: MoCo-v3's keys carry no gradient
+            k = AllGather.apply(k)     # with the gradient of k; MoCo-v3's keys have none
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
@@ -612,7 +612,7 @@ def check_batch(args: Namespace, images: int, ranks: int) -> None:
         sys.exit(f"--ratio {args.ratio} puts {b2} of {size} images into b2, L_equiv needs two: try "
                  f"--ratio {max(2, ranks) / size:.3g}, or 0 for the base method alone")
 
-# ==== 8. Data: image files, drawn images, and the order of a run ==================================
+# ==== 8. Data: image files, synthetic images, and the order of a run ==============================
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 
 def list_images(folder: str) -> list[str]:

@@ -61,8 +61,8 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
     invariance = (1 - diagonal).square().sum()
     redundancy = c.square().sum() - diagonal.square().sum()
     # Choice: divided by K, so that lambda means about what it means with MoCo-v3. At the start, and
-    # up to the layer of L_equiv, |lambda dL_equiv| / |dL_inv| is 1.4 (ViT-S, 32 photographs) and
-    # 0.74 (small ViT, 128 drawn images); with MoCo-v3 0.66 and 0.61; undivided 0.0002 and 0.0014.
+    # up to the layer of L_equiv, |lambda dL_equiv| / |dL_inv| is 1.4 (ViT-S, 32 photographs), where
+    # it is 0.66 with MoCo-v3 and 0.0002 undivided.
     return (invariance + w * redundancy) / len(c)
 
 class BarlowTwins(nn.Module):
