@@ -5,7 +5,7 @@ images. Are they also nearest among those of their own image? Green lines end at
 
     python -m paper.evaluations.correspondence --data PHOTOS --checkpoint runs/{control,ser}/last.pt
 
-Prints the share of right tokens over 64 images; writes it, with one image, to correspondence.png.
+Prints the share of right tokens over 64 images, and draws turns of two in correspondence.png.
 """
 from __future__ import annotations
 
@@ -81,29 +81,29 @@ def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
         x = [side * column, left + width * end_column]
         y = [side * row, height * end_row]
         panel.plot(x, y, color=colour, linewidth=0.8)
-    panel.axis((0, 2.5 * side, 1.4 * side, 0))
+    panel.axis((0, left + width, side, 0))
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
-    """Measure and draw; write and print the result."""
+    """Measure; draw the turns of the first and the last image, a column for each encoder."""
     from matplotlib.figure import Figure
     encoders = load_encoders(args)
-    figure = Figure(figsize=(10, 2.2 * len(encoders)), layout="constrained")
-    panels = figure.subplots(len(encoders), 3)
+    figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     paths = ser.list_images(args.data)
-    stride = max(1, len(paths) // 64)
-    paths = paths[::stride][:64]
-    for row, (label, encoder) in zip(panels, encoders.items()):
+    paths = paths[::max(1, len(paths) // 64)][:64]
+    for column, (label, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders.items()):
         whole = eval_transform(encoder.grid * encoder.patch_size)
         images = [whole(ser.read_image(path)) / 255 for path in paths]
-        for panel, name in zip(row, ("rot90", "hflip", "scale")):
+        for name in ("rot90", "hflip", "scale"):
             elements = [draw_element(name, index, encoder.grid) for index in range(len(images))]
             found = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
             share = torch.stack([right for _, _, right in found]).float().mean()
             title = f"{label}, {name}: {100 * share:.1f} % right"
             print(title)
-            panel.set_title(title, fontsize=9)
-            draw_panel(panel, images[0], *found[0])
+            if name == "rot90":
+                column[0].set_title(title)
+                draw_panel(column[0], images[0], *found[0])
+                draw_panel(column[1], images[-1], *found[-1])
     figure.savefig(Path(args.checkpoint[0]).with_name("correspondence.png"))
 
 if __name__ == "__main__":

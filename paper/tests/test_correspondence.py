@@ -50,17 +50,18 @@ def test_the_picture_has_the_printed_shares(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(correspondence, "load_encoders",
                         lambda args: {"blind": Places(), "perfect": Colours()})
-    titles = []
+    drawn = []
     draw_panel = correspondence.draw_panel
     monkeypatch.setattr(correspondence, "draw_panel", lambda panel, *rest: (
-        titles.append(panel.get_title()), draw_panel(panel, *rest)))
+        drawn.append((panel.get_title(), rest[-1].any())), draw_panel(panel, *rest)))
     correspondence.compare(settings(["--data", class_folders(tmp_path / "photos", size=16),
                                      "--checkpoint", str(tmp_path / "last.pt")]))
-    assert titles == capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     # Nothing stays in its place: turns and flips are never the identity.
-    assert titles[:2] == ["blind, rot90: 0.0 % right", "blind, hflip: 0.0 % right"]
-    assert titles[3:5] == ["perfect, rot90: 100.0 % right", "perfect, hflip: 100.0 % right"]
-    assert Image.open(tmp_path / "correspondence.png").width > 900
+    assert printed[:2] == ["blind, rot90: 0.0 % right", "blind, hflip: 0.0 % right"]
+    assert printed[3:5] == ["perfect, rot90: 100.0 % right", "perfect, hflip: 100.0 % right"]
+    assert drawn == [(printed[0], False), ("", False), (printed[3], True), ("", True)]
+    assert Image.open(tmp_path / "correspondence.png").width > 600
 
 def test_lines_lead_from_a_token_to_the_one_that_it_found_and_tell_whether_it_is_right():
     figure_module = pytest.importorskip("matplotlib.figure")
