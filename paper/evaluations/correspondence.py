@@ -85,7 +85,7 @@ def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
-    """Measure; draw the turns of the first and the last image, a column for each encoder."""
+    """Measure; draw the turns of two images, a column for each encoder."""
     from matplotlib.figure import Figure
     encoders = load_encoders(args)
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
@@ -102,8 +102,8 @@ def compare(args: Namespace) -> None:
             print(title)
             if name == "rot90":
                 column[0].set_title(title)
-                draw_panel(column[0], images[0], *found[0])
-                draw_panel(column[1], images[-1], *found[-1])
+                for panel, index in zip(column, (0, len(images) // 2)):
+                    draw_panel(panel, images[index], *found[index])
     figure.savefig(Path(args.checkpoint[0]).with_name("correspondence.png"))
 
 if __name__ == "__main__":
