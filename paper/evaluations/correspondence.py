@@ -69,19 +69,17 @@ def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple
     return copy[0].clamp(0, 1), torch.stack([start, end], dim=1), right
 
 def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
-    """An image, its copy at the right, and lines that join 40 tokens to those they found."""
+    """An image, its turned copy at the right, and lines that join 40 tokens to those they found."""
     side = image.shape[2]
-    height, width = copy.shape[1:]
-    left = 1.1 * side     # of the copy
-    panel.imshow(image.movedim(0, 2).numpy(), extent=(0, side, side, 0))
-    panel.imshow(copy.movedim(0, 2).numpy(), extent=(left, left + width, height, 0))
+    gap = torch.ones(3, side, side // 10)
+    panel.imshow(torch.cat([image, gap, copy], dim=2).movedim(0, 2).numpy())
+    left = side + side // 10     # of the copy
     for token in torch.randperm(len(right), generator=ser.rng("lines"))[:40]:
         (row, column), (end_row, end_column) = places[token].tolist()
         colour = "lime" if right[token] else "red"
-        x = [side * column, left + width * end_column]
-        y = [side * row, height * end_row]
+        x = [side * column, left + side * end_column]
+        y = [side * row, side * end_row]
         panel.plot(x, y, color=colour, linewidth=0.8)
-    panel.axis((0, left + width, side, 0))
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
@@ -90,8 +88,10 @@ def compare(args: Namespace) -> None:
     encoders = load_encoders(args)
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     paths = ser.list_images(args.data)
-    paths = paths[::max(1, len(paths) // 64)][:64]
-    for column, (label, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders.items()):
+    stride = max(1, len(paths) // 64)
+    paths = paths[::stride][:64]
+    columns = figure.subplots(2, len(encoders)).T
+    for column, (label, encoder) in zip(columns, encoders.items()):
         whole = eval_transform(encoder.grid * encoder.patch_size)
         images = [whole(ser.read_image(path)) / 255 for path in paths]
         for name in ("rot90", "hflip", "scale"):

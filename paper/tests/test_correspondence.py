@@ -68,7 +68,7 @@ def test_lines_lead_from_a_token_to_the_one_that_it_found_and_tell_whether_it_is
     for right, colour in ((True, "lime"), (False, "red")):
         panel = figure_module.Figure().subplots()
         places = torch.tensor([[[0.25, 0.5], [0.5, 0.75]]])
-        correspondence.draw_panel(panel, torch.zeros(3, 20, 20), torch.zeros(3, 10, 40), places,
+        correspondence.draw_panel(panel, torch.zeros(3, 20, 20), torch.zeros(3, 20, 20), places,
                                   torch.tensor([right]))
-        assert panel.lines[0].get_xydata().tolist() == [[10, 5], [22 + 30, 5]]
+        assert panel.lines[0].get_xydata().tolist() == [[10, 5], [22 + 15, 10]]
         assert panel.lines[0].get_color() == colour
