@@ -71,9 +71,9 @@ def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple
 def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
     """An image, its turned copy at the right, and lines that join 40 tokens to those they found."""
     side = image.shape[2]
-    gap = torch.ones(3, side, side // 10)
-    panel.imshow(torch.cat([image, gap, copy], dim=2).movedim(0, 2).numpy())
     left = side + side // 10     # of the copy
+    gap = torch.ones(3, side, left - side)
+    panel.imshow(torch.cat([image, gap, copy], dim=2).movedim(0, 2).numpy())
     for token in torch.randperm(len(right), generator=ser.rng("lines"))[:40]:
         (row, column), (end_row, end_column) = places[token].tolist()
         colour = "lime" if right[token] else "red"

@@ -61,14 +61,15 @@ def test_the_picture_has_the_printed_shares(tmp_path, monkeypatch, capsys):
     assert printed[:2] == ["blind, rot90: 0.0 % right", "blind, hflip: 0.0 % right"]
     assert printed[3:5] == ["perfect, rot90: 100.0 % right", "perfect, hflip: 100.0 % right"]
     assert drawn == [(printed[0], False), ("", False), (printed[3], True), ("", True)]
-    assert Image.open(tmp_path / "correspondence.png").width > 600
+    assert Image.open(tmp_path / "correspondence.png").size == (720, 380)
 
 def test_lines_lead_from_a_token_to_the_one_that_it_found_and_tell_whether_it_is_right():
     figure_module = pytest.importorskip("matplotlib.figure")
     for right, colour in ((True, "lime"), (False, "red")):
         panel = figure_module.Figure().subplots()
         places = torch.tensor([[[0.25, 0.5], [0.5, 0.75]]])
-        correspondence.draw_panel(panel, torch.zeros(3, 20, 20), torch.zeros(3, 20, 20), places,
+        correspondence.draw_panel(panel, torch.zeros(3, 20, 20), torch.ones(3, 20, 20) / 2, places,
                                   torch.tensor([right]))
+        assert panel.images[0].get_array()[0, ::20, 0].tolist() == [0, 1, 0.5]
         assert panel.lines[0].get_xydata().tolist() == [[10, 5], [22 + 15, 10]]
         assert panel.lines[0].get_color() == colour
