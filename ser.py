@@ -1,39 +1,38 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
 
 Self-supervised learning makes the final embedding of an image invariant to augmentations, and so
-erases geometric structure. SER keeps that objective and adds another one at an intermediate layer,
+erases geometric structure. SER keeps that objective and adds a second one at an intermediate layer,
 where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the parts of a batch: b1 gets the usual crops (policy T); b2, a share r = .01 of
-                   the images, gets invertible geometry from a group G in place of crops (T_eq)
+    b1, b2         the two parts of a batch: images of b1 get the usual random crops (T), images of
+                   b2, a share r = .01, get invertible geometry from a group G instead (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
-                   one mean, where Eq. 3 reads as a sum of two (why: section 6)
+                   one mean, where Eq. 3 reads as a sum of two (section 6 says why)
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
-                   where x1 = rho_g1(x) and x2 = rho_g2(x) are its two views and g = g2 g1^-1
+                   where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
 
     python ser.py                                                   a small ViT, synthetic images
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
 
-    1 Group               one operator moves pixels and tokens          paper 3.1
-    2 Views               T for b1, T_eq for b2                         paper 3.2
-    3 Encoder             a ViT into which [CLS] enters late            paper 3.1
-    4 Equivariance loss   NT-Xent over patches                          paper 3.3
-    5 Base method         MoCo-v3                                       paper 4.1
-    6 SER                 the two losses together                       Algorithm 1
-    7 Settings            every flag                                    paper 3.3, 4.1, A.2
-    8 Data                image files, synthetic images, order of a run
-    9 Training            checkpoint, log, loop
-`# Paper:` marks what the paper prescribes, `# Choice:` what it leaves open, or where we follow the
-authors' release (github.com/aitrics-chris/SER) against it. Axes:
+`# Paper:` marks what the paper prescribes, `# Choice:` what it leaves open. In six points we follow
+the paper where the authors' release (github.com/aitrics-chris/SER at dbe5e93) has
+    one crop of an image for both views of b2, not the whole image      builder/moco.py:42-43
+    flips and half-turns in view 2 exactly where view 1 has none        builder/moco.py:921-922
+    tokens of the momentum encoder on the side that is moved            builder/moco.py:498-503
+    projection before the move, not after it                            builder/moco.py:502, 949
+    both directions, with all tokens gathered without a gradient        builder/moco.py:956, 1067
+    bicubic resizing without antialiasing                               builder/utils.py:934, 942
+Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
     C h w    channels (3 of pixels), rows and columns of a map; S x S pixels of a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
 """
 import copy
+import glob
 import json
 import math
 import os
@@ -49,25 +48,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.io import decode_image
 from torchvision.transforms import RandomResizedCrop
-from torchvision.transforms.functional import center_crop, rgb_to_grayscale
+from torchvision.transforms.functional import rgb_to_grayscale
 from torchvision.utils import save_image
 from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# G holds quarter turns, horizontal flips and anisotropic scaling. rho_g permutes and resizes pixels
-# and tokens alike; nothing is learned. Sections 1 and 4, to be copied, write torch.Tensor in full.
+# Sections 1 and 4 can be copied to where math, torch and typing.NamedTuple are imported. Their use:
+#     aligned = rho(relative(g2, g1), h1)                   h1, h2: f1 of view 1 and view 2 of b2
+#     z, z_prime = project(aligned.flatten(2).mT), project(h2.flatten(2).mT)
+#     loss = patch_ntxent(z, z_prime)                       project: a projector(D)
+ELEMENTS = ("rot90", "hflip", "scale")
+
 class Geometry(NamedTuple):
     """An element of G for each image of a batch; scaling is stored as the grid that it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
-    # Choice: one grid for all images of a view, so that they form one tensor, as in the release.
-    grid: tuple[int, int]    # (H, W) of the result in tokens, rows first
+    grid: tuple[int, int]    # (H, W) of all results, in tokens; Choice: one, as in the release
 
-def sample_geometry(batch: int, grid: int = 14,
-                    elements: tuple[str, ...] = ("rot90", "hflip", "scale"),
+def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Draw flips and turns, and one grid for all images. grid: side of the map before scaling.
-    Elements that are left out are drawn, too, and then made the identity."""
+    """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
+    Elements that are left out are sampled, too, and then made the identity."""
+    if not set(elements) <= set(ELEMENTS):
+        raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
     # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
@@ -86,7 +89,6 @@ def sample_geometry(batch: int, grid: int = 14,
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on the grid of g2.
-
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m flips. A
     mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
@@ -97,42 +99,44 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), float or uint8. Paper: 3.2, one operator for all uses."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, one operator for all uses."""
     if x.shape[-2:] == size:
         return x
-    return torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack kernels
+    return torch.nn.functional.interpolate(wide, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
-
     cell=1 moves token maps, cell=patch_size moves pixels. Flips and turns permute, bit for bit;
-    only a change of size resamples. Gradients flow through."""
+    only a change of size resamples. Gradients flow through. All ranks must share g.grid."""
+    if len(g.flip) != len(x):
+        raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
             same = (g.flip == flip) & (g.turns == turns)     # images that share this element
             rows = same.nonzero().flatten().to(x.device, non_blocking=True)
-            if len(rows) > 0:     # g is on the CPU: nothing waits for a GPU
+            if len(rows) > 0:     # g is on the CPU: no wait for a GPU
                 part = x[rows].flip(-1) if flip else x[rows]
                 part = torch.rot90(part, turns, (-2, -1))
                 moved[rows] = resize(part, size)
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader decodes and cuts images; the device applies rho to b2 and jitters all. Draws are seeded
-# by (run, epoch, image) or (run, step, view), so that no rank or worker repeats another's.
-class Policy(NamedTuple):
-    """What differs between views; all else that T and T_eq draw is alike."""
+# The loader decodes and cuts images; the device applies rho to b2 and jitters all images. Every
+# image and step has a seed of its own, so no two workers or ranks sample the same numbers.
+class ViewSettings(NamedTuple):
+    """How a view is made; views 1 and 2 of MoCo-v3 differ in blur and solarization."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of the crop, share of the image
     blur: float                     # probability
     solarize: float                 # probability
 
 class Augmentation(NamedTuple):
-    """What makes a view of an image; the defaults do nothing. The loader joins those of a batch."""
-    top: float = 0.0                    # of the crop, in shares of the image's height and width
-    left: float = 0.0
+    """What made a view of an image; the defaults do nothing. Of a batch: (B,), order (B, 4)."""
+    top: float = 0.0                    # of the crop, in shares of the image's height and width;
+    left: float = 0.0                   # read by paper/methods/augself.py
     height: float = 1.0
     width: float = 1.0
     flip: bool = False                  # mirrored after the crop
@@ -146,52 +150,48 @@ class Augmentation(NamedTuple):
     solarize: bool = False
 
 class View(NamedTuple):
-    """One view of every image of a batch, and what made it."""
+    """One view of every image of a batch."""
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # rows: b1, then b2
+    augmentation: Augmentation     # rows b1, then b2; read by paper/methods/
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def rng(*key: Any) -> torch.Generator:
     """A CPU generator whose seed depends on the whole key: Python hashes its text with SHA-512."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
-def draw_view(image: Tensor, policy: Policy, crop: bool) -> tuple[Tensor, Augmentation]:
-    """Cut a view (3, S, S) out of (3, h, w), and draw MoCo-v3's jitter for it."""
-    drawn = Augmentation()
+def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
+    """Cut a view (3, S, S) out of (3, h, w), and sample MoCo-v3's jitter for it."""
+    made = Augmentation()
     if crop:
         h, w = image.shape[-2:]
-        top, left, height, width = RandomResizedCrop.get_params(image, policy.area, (3 / 4, 4 / 3))
+        top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
-        drawn = Augmentation(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
+        made = Augmentation(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
     # Choice: a whole image is made a square, as a crop is.
-    size = policy.size
-    pixels = resize(image[None], (size, size))[0]
-    if drawn.flip:
+    pixels = resize(image[None], (settings.size, settings.size))[0]
+    if made.flip:
         pixels = pixels.flip(-1)
     if random.random() < 0.8:
-        drawn = drawn._replace(
+        made = made._replace(
             brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
-            saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1),
-            order=torch.randperm(4))
-    if random.random() < policy.blur:
+            saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1))
+    if random.random() < settings.blur:
         # Choice: MoCo-v3's 0.1 to 2 pixels of 224, scaled to the side of the view.
-        drawn = drawn._replace(blur=random.uniform(0.1, 2.0) * policy.size / 224)
-    drawn = drawn._replace(gray=random.random() < 0.2, solarize=random.random() < policy.solarize)
-    return pixels, drawn
+        made = made._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
+    made = made._replace(gray=random.random() < 0.2, solarize=random.random() < settings.solarize)
+    return pixels, made
 
 class Dataset(torch.utils.data.Dataset):
-    """Key (epoch, index, in_b2) -> for each policy, pixels (3, S, S) uint8 and Augmentation.
+    """Key (epoch, index, in_b2) -> for each view, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or the images (n, 3, h, w) uint8 themselves."""
-    def __init__(self, source: Sequence[str] | Tensor, policies: Sequence[Policy], seed: int):
+    def __init__(self, source: Sequence[str] | Tensor, views: Sequence[ViewSettings], seed: int):
         self.source = source
-        self.policies = policies
+        self.views = views
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int, bool]) -> list:
@@ -201,9 +201,9 @@ class Dataset(torch.utils.data.Dataset):
             image = read_image(image)
         seed = rng(self.seed, "image", epoch, index).initial_seed()
         random.seed(seed)
-        torch.default_generator.manual_seed(seed)     # not GPUs'; torchvision draws from it
+        torch.default_generator.manual_seed(seed)     # torchvision's crop samples from this one
         # Paper: 3.2, T_eq has no crop: g will act on the whole image.
-        return [draw_view(image, policy, crop=not in_b2) for policy in self.policies]
+        return [sample_view(image, settings, crop=not in_b2) for settings in self.views]
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -213,18 +213,18 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of (n, 3, h, w) by `shift` (n, 1, 1, 1) of a full circle (hexcone model)."""
+    """Turn the hue of (B, 3, h, w) by `shift` (B, 1, 1, 1) of a full circle (hexcone model)."""
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
     c = torch.where(chroma == 0, 1, chroma)     # gray has hue 0
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
     hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
-    hue = hue + 6 * shift
     # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)).
     offsets = torch.arange(5, 0, -2, device=x.device)     # of red, green, blue: 5, 3, 1
-    k = (hue + offsets.view(3, 1, 1)) % 6
-    return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    k = (hue + 6 * shift + offsets.view(3, 1, 1)) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) pixels; the borders are mirrored."""
@@ -237,61 +237,56 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
     return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
 
-# torchvision's operations on n images in [0, 1], each with a parameter of its own, (n, 1, 1, 1).
-OPERATIONS = {
-    "brightness": lambda x, f: (f * x).clamp(0, 1),
-    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
-    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
-    "hue": shift_hue,
-    "gray": lambda x, _: rgb_to_grayscale(x, num_output_channels=3),
-    "blur": gaussian_blur,
-    "solarize": lambda x, _: torch.where(x >= 128 / 255, 1 - x, x),
-}
+# torchvision's colour jitter of images in [0, 1] by factors (B, 1, 1, 1), in the order of
+# Augmentation. A factor of 1, and a hue of 0, leave an image as it is, bit for bit.
+JITTER = (
+    ("brightness", lambda x, f: (f * x).clamp(0, 1)),
+    ("contrast", lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1)),
+    ("saturation", lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1)),
+    ("hue", shift_hue))
 
-def photometric(x: Tensor, drawn: Augmentation) -> Tensor:
-    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `drawn`, and normalised."""
-    x = x.clone()     # do not change the caller's tensor
+def photometric(x: Tensor, made: Augmentation) -> Tensor:
+    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `made`, and normalised."""
+    def column(name: str) -> Tensor:
+        return getattr(made, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    def apply(name: str, due: Tensor | bool = True) -> None:     # due: (B,), which images
-        value = getattr(drawn, name)
-        rows = (due & (value != getattr(Augmentation(), name))).nonzero().flatten()
-        if len(rows) > 0:
-            value = value[rows].view(-1, 1, 1, 1).to(x, non_blocking=True)
-            rows = rows.to(x.device, non_blocking=True)
-            x[rows] = OPERATIONS[name](x[rows], value)
-
-    for k in range(4):
-        for number, name in enumerate(("brightness", "contrast", "saturation", "hue")):
-            apply(name, drawn.order[:, k] == number)
-    for name in ("gray", "blur", "solarize"):
-        apply(name)
+    # Choice: one order for all images, as in the release; torchvision samples one for each.
+    for number in made.order[0].tolist():
+        name, operation = JITTER[number]
+        x = operation(x, column(name))
+    x = torch.where(column("gray") > 0, rgb_to_grayscale(x, num_output_channels=3), x)
+    rows = made.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    if len(rows) > 0:     # all images of view 1, but a tenth of view 2
+        x[rows] = gaussian_blur(x[rows], column("blur")[rows])
+    x = torch.where((column("solarize") > 0) & (x >= 128 / 255), 1 - x, x)
     return normalise(x)
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
-    """Apply rho to b2, then jitter all. loaded: for each view, pixels (B, 3, S, S) uint8 on the
-    device, rows b1 then b2, and their draws on the CPU."""
+    """Apply rho to b2, then jitter all images. loaded: for each view, pixels (B, 3, S, S) uint8 on
+    the device, rows b1 then b2, and their Augmentation on the CPU."""
     ranks, rank = ranks_and_rank()
     n_b2 = b2_images(args, ranks)     # |b2| of this rank
     views = []
-    for v, (pixels, drawn) in enumerate(loaded):
-        x = pixels.float() / 255
+    for v, (pixels, made) in enumerate(loaded):
+        x = pixels / 255
         n_b1 = len(x) - n_b2
-        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in drawn]))
-        b2 = None
-        geometry = None
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, v))
+        made = made._replace(order=order.expand(len(x), 4))
+        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in made]))
+        view = View(b1, None, None, made)
         if n_b2 > 0:
-            # Every rank draws for the b2 of all ranks, which share the grid, and keeps its rows.
+            # Every rank samples for the b2 of all ranks, which share the grid, and keeps its rows.
             g = sample_geometry(ranks * n_b2, pixels.shape[-1] // args.patch_size, args.group,
                                 rng(args.seed, "geometry", step, v))
             own = slice(rank * n_b2, (rank + 1) * n_b2)
-            geometry = Geometry(g.flip[own], g.turns[own], g.grid)
-            moved = rho(geometry, x[n_b1:], args.patch_size)
-            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in drawn]))
-        views.append(View(b1, b2, geometry, drawn))
+            g = Geometry(g.flip[own], g.turns[own], g.grid)
+            moved = rho(g, x[n_b1:], args.patch_size)
+            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in made]))
+            view = View(b1, b2, g, made)
+        views.append(view)
     return views
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
-# [CLS] is inserted between f1 and f2 by default, elsewhere in ablations. A map never holds it.
 class Block(nn.Module):
     """A pre-norm transformer block with timm's parameter names: (B, N, D) -> (B, N, D)."""
     def __init__(self, dim: int, heads: int):
@@ -303,10 +298,9 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attn["qkv"](self.norm1(x))
-        qkv = qkv.unflatten(2, (3, self.heads, -1))              # (B, N, 3, heads, D / heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                     # (B, heads, N, D / heads)
-        attended = F.scaled_dot_product_attention(q, k, v)
+        qkv = self.attn["qkv"](self.norm1(x)).chunk(3, dim=2)                    # (B, N, D) each
+        q, k, v = [t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in qkv]
+        attended = F.scaled_dot_product_attention(q, k, v)                       # (B, heads, N, .)
         x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
         return x + self.mlp["fc2"](hidden)
@@ -319,7 +313,7 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
-    0: a plain ViT. Raises ValueError for a later block."""
+    0: a plain ViT. Maps never hold [CLS]."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -335,17 +329,16 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        # MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
-        # three D x D matrices in one: a gain of sqrt(2) turns the bound of the whole,
-        # sqrt(6 / (4 D)), into that of each, sqrt(6 / (2 D)).
+        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
+        # three matrices in one; the gain makes its bound sqrt(6 / (4 D)) theirs, sqrt(6 / (2 D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned codes, as in the release and in Table 1 (42.9 M trained parameters;
-        # fixed codes would make it 42.8 M), resampled to the grids of b2. [CLS] has none.
+        # Choice: learned position embeddings, as in the release and in Table 1 (42.9 M trained
+        # parameters; fixed ones would make it 42.8 M), resized to the grids of b2. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -366,13 +359,19 @@ class ViT(nn.Module):
                     patches = x[:, 1:]
                 maps[layer] = patches.mT.unflatten(2, grid)
             if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
-                x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+                x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
 # its negatives all tokens, of both views, of the *other* images of b2, over all ranks (the formula
 # of 3.3; the comment in Algorithm 1 is looser). All of them carry gradient.
+def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
+    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
+    linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
+    linear2 = torch.nn.Linear(width, width, bias=False)
+    return torch.nn.Sequential(torch.nn.LayerNorm(dim), linear1, torch.nn.GELU(), linear2)
+
 class AllGather(torch.autograd.Function):
     """(B, ...) of each rank -> (R * B, ...), in rank order. A rank's rows enter the loss of every
     rank, so their gradient is the sum over ranks: with DDP's mean, R ranks equal one process."""
@@ -397,8 +396,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
     where s is the cosine divided by the temperature. z, z_prime: (B, N, K), the projected tokens of
-    rho_g(f1(x1)) and of f1(x2); computed in fp32; at least two images over all ranks. Anchors are
-    local, keys come from all ranks: the mean over ranks is the loss of the whole batch."""
+    rho_g(f1(x1)) and of f1(x2), of any float dtype; computed in fp32. Anchors are local, keys come
+    from all ranks: the mean over ranks is the loss of the whole batch. All ranks must have the same
+    B and N, hence the same grid, and together at least two images."""
     with torch.autocast(z.device.type, enabled=False):
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
@@ -407,6 +407,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                             # (R * B, 2N, K)
             own = own + len(z) * torch.distributed.get_rank()
+        if len(keys) < 2:
+            raise ValueError("one image has no negatives: b2 must have two or more, over all ranks")
         positive = (z * z_prime).sum(-1) / temperature               # (B, N), s(z_ij, z'_ij)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)     # (B, N, R * B, 2N)
         # same[i, m]: key image m is anchor image i itself; its 2N tokens are no negatives. On the
@@ -422,8 +424,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder         the online ViT, which SER runs
 #     base(views, cls)     L_inv, a scalar; cls: the final [CLS] of each view, (B, D), rows b1, b2
-#     base.update(p)       called by `train` before every forward pass, with p = step / steps
-#     base.chance          L_inv at chance, for the log; may be left out
+#     base.update(p)       called by `train` before every step, with p = step / steps
+#     base.chance(batch)   L_inv where all images look alike, for the log
 def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
     """The final [CLS] of a view, (B, D), rows b1 then b2, and layer -> map, of b2 alone."""
     b1 = encoder(view.b1)
@@ -433,7 +435,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
     return torch.cat([b1.cls, b2.cls]), b2.maps
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's head: no biases, BatchNorm and ReLU in between, BatchNorm (not affine) at last."""
+    """MoCo-v3's MLP: no biases, BatchNorm and ReLU in between, a BatchNorm (not affine) at last."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
@@ -441,14 +443,14 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """Let each query, row i of q (B, K), find its key, row i of k (B, K), among those of all ranks.
-    2 * temperature (MoCo-v3's factor) times the cross-entropy (ln(R B) at chance)."""
+    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks: the cross-entropy
+    (ln(R B) at chance) times MoCo-v3's factor, 2 * temperature."""
     ranks, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # with the gradient of k; MoCo-v3's keys have none
+            k = AllGather.apply(k)     # MoCo-v3's keys have no gradient; others' keep theirs
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
@@ -488,13 +490,15 @@ class MoCoV3(nn.Module):
         q2 = self.predictor(self.projector(cls[1]))
         k1 = self.key(views[0])
         k2 = self.key(views[1])
-        self.chance = 4 * self.temperature * math.log(len(q1) * ranks_and_rank()[0])
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
+
+    def chance(self, batch: int) -> float:
+        """L_inv where all images look alike; batch: images over all ranks."""
+        return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
-    # Choice: L_equiv is the mean over `layers` and, as in the release, the sum over pairs of views.
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3):
         super().__init__()
@@ -503,34 +507,25 @@ class SER(nn.Module):
         self.weight = weight
         self.temperature = temperature
         dim = base.encoder.dim
-        self.heads = nn.ModuleDict()     # layer -> projector
-        for layer in layers:
-            # Paper: 3.3, two layers, GELU, 512. Choice: LayerNorm, no biases, as in the release.
-            self.heads[str(layer)] = nn.Sequential(
-                nn.LayerNorm(dim), nn.Linear(dim, 512, bias=False), nn.GELU(),
-                nn.Linear(512, 512, bias=False))
+        self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
 
     def forward(self, views: Sequence[View]) -> dict:
-        """`loss`, which carries the gradient, its parts, and what these are at chance. Each view at
-        an even place is paired with the next one: one pair, or three of 2 + 4 views (A.1)."""
+        """Algorithm 1, for views 1 and 2: `loss`, which carries the gradient, and its parts."""
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view, (B, D): b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each, layer -> (B2, D, H, W): b2
 
-        # Choice: one L_inv over b1 and b2, which are each other's negatives, as in the release. Of
-        # 256 images of a rank 3 are in b2: Eq. 3 read literally, a mean for each part, would weigh
-        # one of these 253 / 3 = 84 times an image of b1.
+        # Choice: one mean over b1 and b2, as in the release. A rank with 256 images has 3 of them
+        # in b2. If b2 had a mean of its own, as Eq. 3 reads, each of the 3 would weigh as much as
+        # 253 / 3 = 84 images of b1.
         inv = self.base(views, cls)
-        inv_chance = getattr(self.base, "chance", 0.0)
-        losses = {"loss": inv, "inv": inv.detach(), "inv_chance": inv_chance}
         if views[0].b2 is None:
-            return losses
+            return {"loss": inv, "inv": inv.detach()}
 
+        # Choice: the mean over layers, the sum over pairs of views (multicrop.py has three).
         equiv = 0.0
-        chance = 0.0     # L_equiv where all tokens are alike: ln(1 + the number of negatives)
-        images = len(views[0].b2) * ranks_and_rank()[0]
         for layer in self.layers:
-            project = self.heads[str(layer)]
+            project = self.projectors[str(layer)]
             for first in range(0, len(views), 2):
                 second = first + 1
                 g = relative(views[second].geometry, views[first].geometry)
@@ -541,10 +536,9 @@ class SER(nn.Module):
                 z = project(aligned.flatten(2).mT)      # (B2, N, K)
                 z_prime = project(h2.flatten(2).mT)     # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
-                chance += math.log(1 + 2 * z.shape[1] * (images - 1)) / len(self.layers)
-        # L_equiv is computed with weight 0 too: the control differs in its weight alone.
-        losses["loss"] = inv + self.weight * equiv
-        return losses | {"equiv": equiv.detach(), "equiv_chance": chance}
+        # With a weight of 0 L_equiv is computed, too: the control differs in nothing else.
+        loss = inv + self.weight * equiv
+        return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
 # ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2), or MoCo-v3's ========
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=3, equiv_layers=[3],
@@ -561,22 +555,19 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=int, default=16, help="side of a patch, pixels")
     add("--dim", type=int, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
-    # Choice: 6 heads as in DINO, DeiT and timm. MoCo-v3's ViT-S has 12, and the paper does not say.
-    add("--heads", type=int, default=6, help="attention heads")
+    add("--heads", type=int, default=6, help="attention heads (DINO, DeiT: 6; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2; 0: the base method alone")
+    add("--ratio", type=float, default=0.01, help="r, share of b2; 0: no SER (and --cls-layer 0)")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
-    add("--group", nargs="+", default=["rot90", "hflip", "scale"],
-        choices=["rot90", "hflip", "scale"], help="elements of G")
-    add("--moco-hidden", type=int, default=4096, help="hidden width of MoCo-v3's heads")
+    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="elements of G")
+    add("--moco-hidden", type=int, default=4096, help="hidden width of projector and predictor")
     add("--crop-min", type=float, default=0.08, help="least area of a crop, share of the image")
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    # Choice: 3e-4, as the release; the paper names none, MoCo-v3 has 1.5e-4 for 300 epochs.
-    add("--base-lr", type=float, default=3e-4, help="learning rate, scaled by batch size / 256")
+    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (release; MoCo-v3: 1.5e-4)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
@@ -593,47 +584,59 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
         parser.set_defaults(**small)
     args = parser.parse_args(argv)
     if args.ratio == 0:
-        args.equiv_layers = []     # no projector that nobody trains
+        args.equiv_layers = []     # otherwise, nobody would train their projectors
+    if args.warmup_epochs >= args.epochs:     # Choice: then for a tenth of the run
+        args.warmup_epochs = args.epochs / 10
     return args
 
 def b2_images(args: Namespace, ranks: int) -> int:
     """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, but 20 on one alone."""
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
-def check_batch(args: Namespace, images: int, ranks: int) -> None:
-    """Exit with one sentence if a batch cannot be shared by the ranks, filled, or split."""
+def check_settings(args: Namespace, images: int, ranks: int) -> None:
+    """Exit with one sentence if no run can have these settings, so many images and ranks."""
     size = args.batch_size
     b2 = b2_images(args, ranks) * ranks
-    if size % ranks != 0:
-        sys.exit(f"--batch-size {size}: try {size + -size % ranks}, which {ranks} ranks can share")
-    if images < size:
-        sys.exit(f"--batch-size {size}: try {images - images % ranks}, there are {images} images")
-    if args.ratio > 0 and b2 < 2:
-        sys.exit(f"--ratio {args.ratio} puts {b2} of {size} images into b2, L_equiv needs two: try "
-                 f"--ratio {max(2, ranks) / size:.3g}, or 0 for the base method alone")
+    least = max(2, ranks)     # images of b2: L_equiv needs two, and each rank has as many
+    fits = min(size, images) // ranks * ranks
+    for flag, right, advice in (
+            ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
+            ("dim", args.dim % args.heads == 0, "a multiple of --heads"),
+            ("cls_layer", 0 <= args.cls_layer < args.depth, "0 or more, and below --depth"),
+            ("equiv_layers", {*args.equiv_layers} <= {*range(1, args.depth + 1)}, "1 to --depth"),
+            ("weight", args.weight >= 0, "0 or more"),
+            ("temperature", args.temperature > 0, "above 0"),
+            ("epochs", args.epochs > 0, "above 0"),
+            ("data", images >= 2 * least, f"{images} images, where a step takes {2 * least}"),
+            ("batch_size", size > least, f"above {least}, which L_equiv alone takes"),
+            ("batch_size", size == fits, f"try {fits}, for {images} images and {ranks} ranks"),
+            ("ratio", args.ratio == 0 or 2 <= b2 < size, f"{b2} of {size} images would be in b2: "
+             f"try {least / max(1, size):.3g}, or 0 for no SER")):
+        if not right:
+            sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {advice}")
 
 # ==== 8. Data: image files, synthetic images, and the order of a run ==============================
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-
 def list_images(folder: str) -> list[str]:
     """Sorted paths of the images below folder/train, or below folder if it has none."""
     train = os.path.join(folder, "train")
     root = train if os.path.isdir(train) else folder
-    paths = []
-    for where, _, names in os.walk(root, followlinks=True):
-        paths += [os.path.join(where, n) for n in names if n.lower().endswith(EXTENSIONS)]
-    if not paths:
-        sys.exit(f"--data {folder}: no image below it ({' '.join(EXTENSIONS)})")
-    return sorted(paths)
+    names = glob.glob("**", root_dir=root, recursive=True)     # leaves out hidden files
+    images = [name for name in names if name.lower().endswith((".jpg", ".jpeg", ".png", ".webp"))]
+    if not images:
+        sys.exit(f"--data {folder}: no image (.jpg, .jpeg, .png, .webp) below {root}")
+    return [os.path.join(root, name) for name in sorted(images)]
 
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
     try:
-        return decode_image(path, "RGB")     # Choice: torchvision decodes faster than Pillow
+        image = decode_image(path, "RGB")     # Choice: torchvision decodes faster than Pillow
     except RuntimeError as error:
         raise OSError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    if image.dim() != 3 or image.dtype != torch.uint8:
+        raise OSError(f"cannot read {path}: it is an animation, or has 16 bits a channel")
+    return image
 
-def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). A smooth tint
     tells the places of an image apart, also after a turn, but nothing of the class."""
     g = rng("drawn", n, size, seed)
@@ -642,42 +645,37 @@ def draw_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     x = axis + left - 0.5
     y = axis[:, None] + top - 0.5
     angle = 2 * math.pi * direction
-    frequency = 7 + 7 * scale
-    u = frequency * (x * angle.cos() + y * angle.sin())
-    v = frequency * (y * angle.cos() - x * angle.sin())
-    stripes = u.sin()
-    checks = 3 * u.sin() * v.sin()
-    dots = u.cos() + v.cos() - 1
-    rings = (1.5 * u.hypot(v)).sin()
-    waves = (u + 1.5 * v.sin()).sin()
-    nets = 4 * torch.maximum(u.cos(), v.cos()) - 3
-    textures = torch.stack([stripes, checks, dots, rings, waves, nets])      # (6, n, size, size)
+    u = (7 + 7 * scale) * (x * angle.cos() + y * angle.sin())
+    v = (7 + 7 * scale) * (y * angle.cos() - x * angle.sin())
+    textures = torch.stack([                                                 # (6, n, size, size)
+        u.sin(), 3 * u.sin() * v.sin(), u.cos() + v.cos() - 1,               # stripes, checks, dots
+        (1.5 * u.hypot(v)).sin(), (u + 1.5 * v.sin()).sin(),                 # rings, waves
+        4 * torch.maximum(u.cos(), v.cos()) - 3])                            # nets
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
     tint = torch.randn(n, 3, 7, 7, generator=g)     # its mean goes: colour without brightness
     tint = F.interpolate(tint - tint.mean(1, keepdim=True), (size, size), mode="bicubic")
-    noise = torch.randn(n, 3, size, size, generator=g)
-    images = (light[:, None] + 0.1 * tint + 0.08 * noise).clamp(0, 1)
-    return (255 * images).to(torch.uint8), labels
+    images = light[:, None] + 0.1 * tint + 0.08 * torch.randn(n, 3, size, size, generator=g)
+    return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator[list]:
     """The keys (epoch, index, in_b2) of this rank's batches: its part of b1, then of b2. Every
     epoch has its own order; its last, incomplete batch is dropped."""
     ranks, rank = ranks_and_rank()
-    n_b1 = args.batch_size - ranks * b2_images(args, ranks)     # of all ranks
-    per_epoch = images // args.batch_size
+    size = args.batch_size
+    n_b1 = size - ranks * b2_images(args, ranks)     # of all ranks
+    per_epoch = images // size
     for step in range(start, steps):
         epoch, place = divmod(step, per_epoch)
         if step == start or place == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
-        batch = order.split(args.batch_size)[place]
+        batch = order[place * size:][:size]
         b1 = batch[:n_b1].view(ranks, -1)[rank].tolist()
         b2 = batch[n_b1:].view(ranks, -1)[rank].tolist()
         yield [(epoch, index, False) for index in b1] + [(epoch, index, True) for index in b2]
 
 # ==== 9. Training =================================================================================
-# No generator is saved: every draw has a seed of its own, so that a continued run repeats it.
 def setup() -> torch.device:
     """This process's device: a GPU, or the CPU. Under torchrun, also joins the other ranks."""
     cuda = torch.cuda.is_available()
@@ -688,7 +686,7 @@ def setup() -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 def new_encoder(args: Namespace) -> ViT:
-    """The untrained encoder of a run; its seed is that of the heads, which come next, too."""
+    """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
     torch.default_generator.manual_seed(args.seed)
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
@@ -699,24 +697,22 @@ def build(args: Namespace) -> SER:
 
 def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """MoCo-v3's T: two views of an image, which differ in blur and solarization."""
-    first = Policy(args.image_size, (args.crop_min, 1.0), blur=1.0, solarize=0.0)
+    first = ViewSettings(args.image_size, (args.crop_min, 1.0), blur=1.0, solarize=0.0)
     second = first._replace(blur=0.1, solarize=0.2)
     return Dataset(source, (first, second), args.seed)
-
-def learning_rate(args: Namespace, epoch: float, end: float = 0.0) -> float:
-    """A linear warmup, then half a cosine to `end`; epoch: with its fraction."""
-    peak = args.base_lr * args.batch_size / 256
-    # Choice: a run that is no longer than its warmup warms up for a tenth of its epochs.
-    warmup = args.warmup_epochs if args.warmup_epochs < args.epochs else args.epochs / 10
-    if epoch < warmup:
-        return peak * epoch / warmup
-    progress = (epoch - warmup) / (args.epochs - warmup)
-    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 def adamw(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """The optimizer of all that is trained; `train` sets its learning rate."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, weight_decay=args.weight_decay, fused=True)
+
+def learning_rate(args: Namespace, epoch: float) -> float:
+    """A linear warmup, then half a cosine to 0; epoch: with its fraction."""
+    peak = args.base_lr * args.batch_size / 256
+    if epoch < args.warmup_epochs:
+        return peak * epoch / args.warmup_epochs
+    progress = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 def save(path: Path, **state) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves a whole file, old or new."""
@@ -728,100 +724,113 @@ def save(path: Path, **state) -> None:
 def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    with torch.random.fork_rng(devices=[]):     # the caller's draws go on as before
+    with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
         encoder = new_encoder(Namespace(**state["settings"]))     # none in timm's: convert.py
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
-def resume(path: Path, args: Namespace, model: SER, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint and return its step. Exits with one sentence if it is of other settings."""
+def resume(path: Path, settings: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint and return its step. Exits with one sentence if it is of another run."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     there = state["settings"]
-    differ = [f"{name} {there[name]}" for name in there if there[name] != vars(args).get(name)]
+    free = ("data", "out", "workers", "log_every", "save_every")     # these do not change a result
+    differ = [f"{name} {there.get(name)} (now {settings.get(name)})" for name in there | settings
+              if name not in free and there.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
 
-def save_views(path: Path, views: Sequence[View], x: Tensor, cell: int) -> None:
-    """Up to six rows of x, x1, rho_g(x1), x2, of b2. x: pixels of b1 and b2, (B, 3, S, S) uint8."""
-    x1 = views[0].b2.cpu() * STD + MEAN
-    x2 = views[1].b2.cpu() * STD + MEAN
+def save_views(path: Path, views: Sequence[View], cell: int) -> None:
+    """Up to eight rows of rho_g(x1) and x2 of b2, which are to agree up to colours and blur."""
     g = relative(views[1].geometry, views[0].geometry)
-    columns = [x[-len(x1):].cpu() / 255, x1, rho(g, x1, cell), x2]
-    side = max(x.shape[2:] + x1.shape[2:] + x2.shape[2:])     # center_crop adds black borders
-    squares = [center_crop(column[:6], side) for column in columns]
-    save_image(torch.stack(squares, dim=1).flatten(0, 1), path, nrow=4)
+    moved = rho(g, views[0].b2, cell)
+    rows = torch.stack([moved, views[1].b2], dim=1)[:8].cpu()
+    save_image(rows.flatten(0, 1) * STD + MEAN, path, nrow=2)
 
-def record(log: IO, bar: tqdm, step: int, losses: dict) -> None:
+def record(log: IO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
-    values = [torch.as_tensor(value).to(losses["loss"]) for value in losses.values()]
-    values = torch.stack(values).detach()
+    values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-    means = dict(zip(losses, (values / ranks).tolist()))
-    print(json.dumps({"step": step, **means}), file=log)
-    bar.set_postfix({name: f"{mean:.3f}" for name, mean in means.items() if name != "loss"})
+    means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
+    bar.set_postfix({name: f"{mean:.3g}" for name, mean in means.items() if name != "loss"})
+    print(json.dumps({"step": step, **means, "images_per_s": bar.format_dict["rate"]}), file=log)
     if not math.isfinite(means["loss"]):
-        sys.exit(f"step {step}: the loss is {means['loss']}; log.jsonl shows how it came to that: "
-                 "try a lower --base-lr with a new --out")
+        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr, a new --out")
 
-def train(args: Namespace, build: Callable = build, dataset: Callable = two_views,
-          optimizer: Callable = adamw) -> Path:
+def announce(args: Namespace, source: Sequence, model: nn.Module, b2: int) -> None:
+    """Print what a run has found, and its losses at chance, where all embeddings look alike."""
+    where = "synthetic images"
+    if args.data:
+        folders = len({os.path.dirname(path) for path in source})
+        where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
+    equiv = math.log(1 + 2 * model.base.encoder.grid ** 2 * max(0, b2 - 1))     # 1 + negatives
+    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; "
+          f"warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
+    print(f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}, L_equiv {equiv:.3f}")
+
+def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
+          make_optimizer: Callable = adamw) -> Path:
     """Run, or continue, a training; returns the path of its checkpoint. Another method gives a
     model, data set or optimizer of its own."""
     device = setup()
     ranks, rank = ranks_and_rank()
-    source = list_images(args.data) if args.data else draw_images(4096, args.image_size, seed=0)[0]
-    check_batch(args, len(source), ranks)
+    source = list_images(args.data) if args.data else synthetic_images(4096, args.image_size, 0)[0]
+    check_settings(args, len(source), ranks)
     per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * per_epoch))
     path = Path(args.out, "last.pt")
     os.makedirs(args.out, exist_ok=True)
-    model = build(args).to(device)
+    model = make_model(args).to(device)
+    method = f"{type(model).__name__} on {type(model.base).__name__}"
+    settings = vars(args) | {"method": method, "images": len(source), "ranks": ranks}
     if device.type == "cuda" and ranks > 1:     # CPUs cannot: each rank has its own mean
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    optimizer = optimizer(model, args)
-    start = resume(path, args, model, optimizer) if path.exists() else 0
-    # Without device_ids, which would move Geometry to the GPU. A parameter left unused is an error.
-    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = make_optimizer(model, args)
+    start = resume(path, settings, model, optimizer) if path.exists() else 0
+    wrap = nn.parallel.DistributedDataParallel     # without device_ids, as Geometry is on the CPU
+    parallel = wrap(model, gradient_as_bucket_view=True) if ranks > 1 else model
     loader = torch.utils.data.DataLoader(
-        dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
+        make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
     log = open(os.devnull if rank > 0 else path.with_name("log.jsonl"), "a", buffering=1)
-    facts = {"images": len(source), "steps": steps, "ranks": ranks,
-             "b2": ranks * b2_images(args, ranks), "lr": args.base_lr * args.batch_size / 256}
-    print(json.dumps(facts | vars(args)), file=log)
+    b2 = ranks * b2_images(args, ranks)
+    print(json.dumps(settings | {"steps": steps, "b2": b2}), file=log)
     if rank == 0:
-        print(facts)
-    bar = tqdm(total=steps, initial=start, disable=rank > 0, unit=" images",
-               unit_scale=args.batch_size)     # counts steps, shows images
+        announce(args, source, model, b2)
+    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
+               unit=" images", unit_scale=True)
 
     for step, loaded in enumerate(loader, start):
-        loaded = [(pixels.to(device, non_blocking=True), drawn) for pixels, drawn in loaded]
-        views = make_views(loaded, args, step)
-        if step == 0 and rank == 0 and args.ratio > 0:
-            save_views(path.with_name("views.png"), views, loaded[0][0], args.patch_size)
-        # A method that draws in its forward pass does so from a seed of this step and rank.
-        torch.manual_seed(rng(args.seed, "step", step, rank).initial_seed())
-        model.base.update(step / steps)
-        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or args.bf16):
-            losses = parallel(views)
-        optimizer.zero_grad()
-        losses["loss"].backward()
+        # Schedules.
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step / per_epoch)
+        model.base.update(step / steps)
+        # Views.
+        loaded = [(pixels.to(device, non_blocking=True), made) for pixels, made in loaded]
+        views = make_views(loaded, args, step)
+        if step == 0 and rank == 0 and args.ratio > 0:
+            save_views(path.with_name("views.png"), views, args.patch_size)
+        # Forward. DINO's stochastic depth samples here.
+        torch.manual_seed(rng(args.seed, "step", step, rank).initial_seed())
+        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or args.bf16):
+            losses = parallel(views)
+        # Backward and step.
+        optimizer.zero_grad()
+        losses["loss"].backward()
         optimizer.step()
-        bar.update()
+        bar.update(args.batch_size)
+        # Log and save.
         done = step + 1
         saves = done == steps or done % (args.save_every or per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
-            record(log, bar, done, losses)
+            record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if saves and rank == 0:
-            save(path, step=done, settings=vars(args), encoder=model.base.encoder.state_dict(),
-                 model=model.state_dict(), optimizer=optimizer.state_dict())
+            save(path, step=done, settings=settings, model=model.state_dict(),
+                 encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
     if ranks > 1:
         dist.destroy_process_group()
     return path

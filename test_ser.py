@@ -29,7 +29,7 @@ from torchvision.transforms import RandomResizedCrop, v2
 
 import eval_linear
 import ser
-from ser import Augmentation, Geometry, Policy, patch_ntxent, relative, rho, sample_geometry
+from ser import Augmentation, Geometry, ViewSettings, patch_ntxent, relative, rho, sample_geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding")
 torch.set_num_threads(1)     # sums depend on the number of threads; runs are compared bit for bit
@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
     """40 image files of several sizes, in two folders."""
     root = tmp_path_factory.mktemp("images")
     (root / "deep" / "er").mkdir(parents=True)
-    for i, image in enumerate(ser.draw_images(40, 30, seed=1)[0]):
+    for i, image in enumerate(ser.synthetic_images(40, 30, seed=1)[0]):
         path = root / ("deep/er" if i % 3 else "deep") / f"{i:02}.png"
         TF.to_pil_image(image[:, :20 + i % 5, :24 + i % 7]).save(path)
     return root
@@ -207,7 +207,7 @@ def test_an_ablated_element_stays_at_the_identity_and_moves_no_other_draw():
 @pytest.mark.parametrize("size", [(40, 56), (90, 25)])
 def test_resize_is_pillows_antialiased_bilinear(size):
     """3.2, "the same resize operator", of bytes and of floats, to one gray level."""
-    image, _ = ser.draw_images(1, 64, seed=0)
+    image, _ = ser.synthetic_images(1, 64, seed=0)
     pillow = TF.to_pil_image(image[0]).resize(size[::-1], Image.Resampling.BILINEAR)
     pillow = TF.pil_to_tensor(pillow).int()
     floats = (255 * ser.resize(image / 255, size)[0]).round()
@@ -285,7 +285,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     x = torch.rand(64, 3, 16, 224, generator=seeded())
     x[:, :, 0] = x[:, :1, 0]
     x[:, :, 1, :8] = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3))).T
-    policy = Policy(224, (0.08, 1.0), blur=0.5, solarize=0.5)
+    policy = ViewSettings(224, (0.08, 1.0), blur=0.5, solarize=0.5)
     dataset = ser.Dataset(torch.zeros(64, 3, 2, 2, dtype=torch.uint8), [policy], seed=0)
     drawn = default_collate([dataset[0, i, True][0][1] for i in range(64)])
     before = x.clone()
@@ -336,7 +336,7 @@ def test_b1_gets_t_and_b2_gets_t_without_crop_in_both_views(in_b2):
 def test_draws_of_an_image_depend_on_seed_epoch_and_image_alone():
     """Not on the worker, the rest of the batch or what was drawn before; and on each of them."""
     args = toy()
-    images, _ = ser.draw_images(1, 16, seed=0)
+    images, _ = ser.synthetic_images(1, 16, seed=0)
     images = images.expand(12, -1, -1, -1)
     dataset = ser.two_views(images, args)
     keys = [(1, i, i % 3 == 0) for i in range(12)]
@@ -798,7 +798,7 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "CMYK", "P"])
 def test_an_image_is_read_as_pillow_shows_it(mode, tmp_path):
     """ImageNet has gray, CMYK and PNG files among its JPEGs."""
-    image = TF.to_pil_image(ser.draw_images(1, 19, seed=0)[0][0, :, :12]).convert(mode)
+    image = TF.to_pil_image(ser.synthetic_images(1, 19, seed=0)[0][0, :, :12]).convert(mode)
     image.save(tmp_path / "a.JPEG", format="JPEG" if mode in ("L", "CMYK") else "PNG")
     found = ser.read_image(str(tmp_path / "a.JPEG"))
     assert torch.equal(found, TF.pil_to_tensor(Image.open(tmp_path / "a.JPEG").convert("RGB")))
@@ -965,7 +965,7 @@ def tree(tmp_path_factory):
     """train/ and val/ of three classes, drawn images of 24 x 30 pixels; few/ of two of them."""
     root = tmp_path_factory.mktemp("tree")
     for part, n in (("train", 11), ("val", 5), ("few", 7)):
-        images, labels = ser.draw_images(6 * n, 30, seed=n)
+        images, labels = ser.synthetic_images(6 * n, 30, seed=n)
         for i, label in enumerate(labels.tolist()):
             if label in (0, 2) or (label == 1 and part != "few"):
                 path = root / part / f"class{label}" / f"{i:03}.png"
@@ -1177,8 +1177,8 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
 
 def test_without_data_the_script_prints_untrained_and_trained(checkpoint, monkeypatch, capsys):
     """On fewer drawn images than it has; eval.json holds the table."""
-    draw = ser.draw_images
-    monkeypatch.setattr(ser, "draw_images", lambda n, size, seed: draw(n // 32, size, seed))
+    draw = ser.synthetic_images
+    monkeypatch.setattr(ser, "synthetic_images", lambda n, size, seed: draw(n // 32, size, seed))
     eval_linear.main(["--checkpoint", str(checkpoint), "--epochs", "1"])
     table = capsys.readouterr().out
     result = json.loads(checkpoint.with_name("eval.json").read_text())
