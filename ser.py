@@ -3,7 +3,6 @@
 Self-supervised learning makes the final embedding of an image invariant to augmentations, and so
 erases geometric structure. SER keeps that objective and adds a second one at an intermediate layer,
 where the patch tokens still form a map of the image:
-
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch, both with colour jitter: b1 has the usual random crops
                    (T), b2, a share r = .01, has invertible geometry from a group G instead (T_eq)
@@ -12,11 +11,10 @@ where the patch tokens still form a map of the image:
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
-
+Usage:
     python ser.py                                                   a small ViT, synthetic images
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2, not 3
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
-
 `# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent and, once, in
 section 6, against it. In six points we follow the paper where the authors' release, at dbe5e93, has
     one crop of an image for both views of b2, not the whole image      builder/moco.py:42-43
@@ -40,7 +38,7 @@ import random
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import IO, Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -169,7 +167,8 @@ def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tens
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
-        made = Augmentation(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
+        flip = random.random() < 0.5
+        made = Augmentation(top / h, left / w, height / h, width / w, flip)
     # Choice: a whole image is made a square, as a crop is.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if made.flip:
@@ -295,9 +294,11 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attn["qkv"](self.norm1(x)).chunk(3, dim=2)                    # (B, N, D) each
-        q, k, v = [t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in qkv]
-        attended = F.scaled_dot_product_attention(q, k, v)                       # (B, heads, N, .)
+        q, k, v = self.attn["qkv"](self.norm1(x)).chunk(3, dim=2)        # (B, N, D) each
+        q = q.unflatten(2, (self.heads, -1)).transpose(1, 2)             # (B, heads, N, D / heads)
+        k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
         return x + self.mlp["fc2"](hidden)
@@ -337,8 +338,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), h and w any multiples of the patch size. layers: the blocks whose
-        maps and cls_at are returned; 0 is the embedding."""
+        """Encode (B, 3, h, w), any multiples of the patch size; layers: whose maps to return."""
         x = self.patch_embed["proj"](images)                        # (B, D, H, W)
         grid = tuple(x.shape[-2:])
         x = (x + resize(self.pos_embed, grid)).flatten(2).mT        # (B, N, D)
@@ -354,7 +354,8 @@ class ViT(nn.Module):
                     patches = x[:, 1:]
                 maps[layer] = patches.mT.unflatten(2, grid)
             if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
-                x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+                cls = self.cls_token.expand(x.shape[0], -1, -1)
+                x = torch.cat([cls, x], dim=1)
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
@@ -386,10 +387,8 @@ class AllGather(torch.autograd.Function):
 
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
-
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
-
     where s is the cosine divided by the temperature. z, z_prime: (B, N, K), the projected tokens of
     rho_g(f1(x1)) and of f1(x2), of any float dtype; computed in fp32. Anchors are local, keys come
     from all ranks: the mean over ranks is the loss of the whole batch. All ranks must have the same
@@ -451,8 +450,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         return 2 * temperature * F.cross_entropy(logits, labels)
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021): the query of one view of an image is to find, among the keys of
-    the batch, that of its other view. Keys are made by a momentum copy of the network."""
+    """MoCo-v3 (Chen et al. 2021). Keys are made by a momentum copy of encoder and projector."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -509,14 +507,11 @@ class SER(nn.Module):
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-
         # Choice: one loss over b1 and b2, as in the release; Eq. 3 adds a loss of each. A rank with
-        # 256 images has 3 of them in b2. If b2 had a mean of its own, each of the 3 would weigh as
-        # much as 253 / 3 = 84 images of b1.
+        # 256 images has 3 in b2, which in a mean of their own would weigh as much as 84 of b1 each.
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
-
         # Choice: the mean over layers, the sum over pairs of views (paper/methods/multicrop.py).
         equiv = 0.0
         for layer, project in zip(self.layers, self.projectors.values()):
@@ -525,8 +520,7 @@ class SER(nn.Module):
                 h1 = maps[i][layer]                     # f1(x1), (B2, D, H1, W1)
                 h2 = maps[i + 1][layer]                 # f1(x2), (B2, D, H2, W2)
                 aligned = rho(g, h1)                    # (B2, D, H2, W2)
-                # Paper: 3.3, align first, then project.
-                z = project(aligned.flatten(2).mT)      # (B2, N, K)
+                z = project(aligned.flatten(2).mT)      # (B2, N, K); Paper: 3.3, after aligning
                 z_prime = project(h2.flatten(2).mT)     # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature)
         equiv = equiv / len(self.layers)
@@ -647,8 +641,9 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
-    tint = torch.randn(n, 3, 7, 7, generator=g)     # minus its mean: colour without brightness
-    tint = F.interpolate(tint - tint.mean(1, keepdim=True), (size, size), mode="bicubic")
+    tint = torch.randn(n, 3, 7, 7, generator=g)
+    tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
+    tint = F.interpolate(tint, (size, size), mode="bicubic")
     images = light[:, None] + 0.1 * tint + 0.08 * torch.randn(n, 3, size, size, generator=g)
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
@@ -691,7 +686,8 @@ def build(args: Namespace) -> SER:
 def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """MoCo-v3's T: two views of an image, which differ in blur and solarization."""
     first = ViewSettings(args.image_size, (args.crop_min, 1.0), blur=1.0, solarize=0.0)
-    return Dataset(source, (first, first._replace(blur=0.1, solarize=0.2)), args.seed)
+    second = first._replace(blur=0.1, solarize=0.2)
+    return Dataset(source, (first, second), args.seed)
 
 def adamw(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """The optimizer of all that is trained; `train` sets its learning rate."""
@@ -722,7 +718,7 @@ def load_encoder(path: str | Path) -> ViT:
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
-def resume(path: Path, settings: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(path, settings, model, optimizer) -> int:
     """Load a checkpoint and return its step. Exits with one sentence if it is of another run."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     there = state["settings"]
@@ -735,13 +731,14 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: torch.optim.
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
 
-def save_views(path: Path, views: Sequence[View], cell: int) -> None:
+def save_views(path, views, cell) -> None:
     """Up to eight rows of rho_g(x1) and x2 of b2, which are to agree up to colours and blur."""
     g = relative(views[1].geometry, views[0].geometry)
-    pairs = torch.stack([rho(g, views[0].b2, cell), views[1].b2], dim=1)[:8].cpu()
-    save_image(pairs.flatten(0, 1) * STD + MEAN, path, nrow=2)
+    moved = rho(g, views[0].b2, cell)
+    pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
+    save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
 
-def record(log: IO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+def record(log, bar, step, losses, lr) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
@@ -749,17 +746,19 @@ def record(log: IO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
         dist.all_reduce(values)
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
     bar.set_postfix({name: f"{mean:.3g}" for name, mean in means.items() if name != "loss"})
-    print(json.dumps({"step": step, **means, "images_per_s": bar.format_dict["rate"]}), file=log)
+    rate = bar.format_dict["rate"]     # images per second; None before the bar knows
+    print(json.dumps({"step": step, **means, "images_per_s": rate}), file=log)
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args: Namespace, source: Sequence, model: nn.Module, b2: int, done: str) -> None:
+def announce(args, source, model, b2, done) -> None:
     """Print what a run has found, and its losses at chance, where all embeddings look alike."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
         where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
-    equiv = math.log(1 + 2 * model.base.encoder.grid ** 2 * max(0, b2 - 1))     # 1 + negatives
+    tokens = model.base.encoder.grid ** 2
+    equiv = math.log(1 + 2 * tokens * max(0, b2 - 1))     # of 1 + the number of negatives
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {done} "
           f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
     inv = model.base.chance(args.batch_size)
