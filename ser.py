@@ -4,8 +4,8 @@ Self-supervised learning makes the final embedding of an image invariant to augm
 erases geometric structure. SER keeps that objective and adds a second one at an intermediate layer,
 where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch, both with colour jitter: b1 has the usual random crops
-                   (T), b2, a share r = .01, has invertible geometry from a group G instead (T_eq)
+    b1, b2         the two parts of a batch, both with colour jitter: b1 with the usual random crops
+                   (T); b2, a share r = .01, with invertible geometry from a group G instead (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
                    one mean, where Eq. 3 reads as a sum of two (section 6 says why)
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
@@ -13,19 +13,19 @@ where the patch tokens still form a map of the image:
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2, not 3
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; r = .01: 3 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
-`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent and, once, in
-section 6, against it. In six points we follow the paper where the authors' release, at dbe5e93, has
+`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent or, for L_inv,
+positions, heads and rate, against it. In six points we follow it where the release, dbe5e93, has
     one crop of an image for both views of b2, not the whole image      builder/moco.py:42-43
     flips and half-turns in view 2 exactly where view 1 has none        builder/moco.py:921-922
     tokens of the momentum encoder on the side that is moved            builder/moco.py:498-503
     projection before the move, not after it                            builder/moco.py:502, 949
-    both directions, with all tokens gathered without a gradient        builder/moco.py:956, 1067
+    both views as anchors, and no gradient through the gathered tokens  builder/moco.py:956, 1067
     bicubic resizing without antialiasing                               builder/utils.py:934, 942
 Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
-    C h w    channels (3 of pixels), rows and columns of a map; S x S pixels of a square view
+    C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
 """
@@ -62,12 +62,12 @@ class Geometry(NamedTuple):
     """An element of G for each image, on the CPU. A scaling is stored as the grid it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
-    grid: tuple[int, int]    # (H, W) of moved maps, in tokens; Choice: one a batch, as the release
+    grid: tuple[int, int]    # (H, W) of moved maps, in tokens; Choice: one for all B (release)
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    What `elements` leaves out becomes the identity; the others stay the same numbers."""
+    What `elements` leaves out becomes the identity; the rest samples the same numbers as before."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
@@ -75,7 +75,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
     u, v = torch.rand(2, generator=generator).tolist()
     area = 0.7 + 0.6 * u                    # uniform
-    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform
+    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform, 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
     width = round(grid * math.sqrt(area * aspect))
     if "scale" not in elements:
@@ -94,7 +94,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, that of the crops for all."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, one for crops and rho."""
     if x.shape[-2:] == size:
         return x
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack kernels
@@ -119,8 +119,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader decodes and crops images; the device applies rho to b2 and jitters all images. Every
-# image and step has a seed of its own, so no two workers or ranks sample the same numbers.
+# The loader decodes and crops images; the device applies rho to b2 and jitters all images. Seeds
+# depend on the image and epoch, or on the step, never on the worker: a run can be repeated.
 class ViewSettings(NamedTuple):
     """How a view is made; views 1 and 2 of MoCo-v3 differ in blur and solarization."""
     size: int                       # side of the view, pixels
@@ -140,7 +140,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # order[k]: which of the four above is applied k-th
+    order: Tensor = torch.arange(4)     # order[k]: which of these four is k-th; set by make_views
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -307,7 +307,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), [CLS] after that block, no norm
+    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), its [CLS], no norm; for probes (4.1)
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
@@ -429,7 +429,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
     return torch.cat([b1.cls, b2.cls]), b2.maps
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, a plain BatchNorm at the end."""
+    """MoCo-v3's: no biases, BatchNorm and ReLU between layers, BatchNorm without affine last."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
@@ -503,12 +503,12 @@ class SER(nn.Module):
         self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
 
     def forward(self, views: Sequence[View]) -> dict:
-        """Algorithm 1, for one or more pairs of views: `loss`, with its gradient, and its parts."""
+        """Algorithm 1, for one or more pairs of views: `loss`, for backward, and detached parts."""
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-        # Choice: one loss over b1 and b2, as in the release; Eq. 3 adds a loss of each. A rank with
-        # 256 images has 3 in b2, which in a mean of their own would weigh as much as 84 of b1 each.
+        # Choice: one loss over b1 and b2, as in the release; Eq. 3 adds a loss of each. Of the 256
+        # images of a rank 3 are in b2: in a mean of their own, each would weigh as 84 of b1 do.
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -543,7 +543,7 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=int, default=16, help="side of a patch, pixels")
     add("--dim", type=int, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=int, default=6, help="attention heads (DINO, DeiT: 6; MoCo-v3: 12)")
+    add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
     add("--ratio", type=float, default=0.01, help="r, share of b2; 0, with --cls-layer 0: MoCo-v3")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
@@ -555,7 +555,7 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (release; MoCo-v3: 1.5e-4)")
+    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (Choice: the release's)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
@@ -585,7 +585,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     """Exit with one sentence if no run can have these settings, so many images and ranks."""
     size = args.batch_size
     b2 = b2_images(args, ranks) * ranks
-    least = max(2, ranks)     # images of b2: L_equiv needs two, and each rank has as many
+    least = max(2, ranks)     # of b2: L_equiv needs two images, every rank the same number, not 0
     fits = min(size, images) // ranks * ranks
     for flag, right, advice in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
@@ -714,7 +714,7 @@ def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
-        encoder = new_encoder(Namespace(**state["settings"]))     # for timm's files: convert.py
+        encoder = new_encoder(Namespace(**state["settings"]))     # timm's checkpoints: convert.py
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
@@ -782,7 +782,7 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    wrap = nn.parallel.DistributedDataParallel     # its device_ids would move Geometry to the GPU
+    wrap = nn.parallel.DistributedDataParallel     # no device_ids: Geometry is to stay on the CPU
     parallel = wrap(model, gradient_as_bucket_view=True) if ranks > 1 else model
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),

@@ -185,9 +185,8 @@ def test_a_patch_embedding_commutes_with_rho_when_its_kernel_moves_along(flip, t
     close(F.conv2d(rho(g, x, 4), kernel, stride=4), rho(g, embedded), 1e-12)
 
 def test_draws_of_g_follow_the_stated_distribution():
-    """Eight elements alike and independent of the neighbour; area uniform in [0.7, 1.3] and aspect
-    log-uniform in [3/4, 4/3]: sides of 10..18, 130..270 tokens, 196 on average, 51 grids, of which
-    two are rare."""
+    """Eight elements alike and independent of the neighbour; sides of 10..18, 130..270 tokens, 196
+    on average, 51 grids, of which two are rare."""
     g = sample_geometry(64000, generator=seeded())
     number = 4 * g.flip + g.turns
     pairs = torch.bincount(8 * number[:-1] + number[1:], minlength=64) / 1000
@@ -223,26 +222,21 @@ def test_resize_is_pillows_antialiased_bilinear(size):
 def test_sections_1_and_4_work_where_they_are_copied_to():
     """Below the imports that section 1 names, by the three lines of use that it prints."""
     source = Path(ser.__file__).read_text()
-    pieces = ["import math", "import torch", "from typing import NamedTuple"]
+    pieces = ["import math, torch", "from typing import NamedTuple"]
     for number in (1, 4):
         pieces += re.findall(rf"^# ==== {number}\. .*?(?=^# ==== )", source, re.M | re.S)
-    use = re.findall(r"^#     (\w[\w, ]* = .*?)(?:   .*)?$", pieces[3], re.M)
-    copied = {"__name__": "copied"}
+    copied = {}
     exec(compile("\n".join(pieces), "copied.py", "exec", dont_inherit=True), copied)
-    for view in (1, 2):
-        copied[f"g{view}"] = copied["sample_geometry"](5, 6, generator=seeded(view))
-    h1 = torch.randn(5, 8, 6, 6, generator=seeded())
-    h2 = torch.randn(5, 8, *copied["g2"].grid, generator=seeded(1))
-    copied |= {"h1": h1, "h2": h2, "project": copied["projector"](8)}
-    exec("\n".join(use), copied)
-    g = copied["relative"](copied["g2"], copied["g1"])
-    close(copied["aligned"], slow_rho(g, h1))
-    z, z_prime = (copied["project"](h.flatten(2).mT) for h in (slow_rho(g, h1), h2))
-    close(copied["loss"], slow_ntxent(z, z_prime, 0.3), 1e-4)
+    g1, g2 = (copied["sample_geometry"](5, 6, generator=seeded(view)) for view in (1, 2))
+    h1, h2 = torch.randn(5, 8, 6, 6), torch.randn(5, 8, *g2.grid)
+    copied |= dict(g1=g1, g2=g2, h1=h1, h2=h2, project=copied["projector"](8))
+    exec("\n".join(re.findall(r"^#     (\w[\w, ]* = .*)", pieces[2], re.M)), copied)
+    tokens = [copied["project"](h.flatten(2).mT) for h in (slow_rho(relative(g2, g1), h1), h2)]
+    close(copied["loss"], slow_ntxent(*tokens, 0.3), 1e-4)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_copied_takes_half_precision_and_refuses_what_cannot_be(dtype):
-    """On a CPU, too, where torch cannot resize such maps, and under autocast: the values of fp32."""
+    """On a CPU, which has no kernel to resize such maps, and under autocast: the values of fp32."""
     g = sample_geometry(3, 4, generator=seeded(5))
     x = torch.randn(3, 2, 4, 4, generator=seeded()).to(dtype)
     assert g.grid != (4, 4) and rho(g, x).dtype == dtype
@@ -308,8 +302,7 @@ def toy_views(args, step=0):
     return ser.make_views(loaded, args, step)
 
 def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
-    """64 images, also gray, black, white and pure, in each order of the view; an image that is not
-    jittered stays as it is, bit for bit, and so do the caller's images."""
+    """In any order of the view; what is not jittered, and the caller's images, stay bit for bit."""
     x = torch.rand(64, 3, 16, 224, generator=seeded())
     x[:, :, 0] = x[:, :1, 0]
     x[:, :, 1, :8] = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3))).T
@@ -326,8 +319,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     assert torch.equal(ser.photometric(x, plain), ser.normalise(x))
 
 def check_jitter(drawn, blur, solarize, scale):
-    """MoCo-v3's distribution over 1000 draws; blur, solarize: the wanted probabilities; scale:
-    side of the view over 224."""
+    """MoCo-v3's distribution over 1000 images; scale: side of the view over 224."""
     changed = drawn.brightness != 1
     for flags, wanted in ((changed, 0.8), (drawn.gray, 0.2), (drawn.blur > 0, blur),
                           (drawn.solarize, solarize)):
@@ -342,8 +334,7 @@ def check_jitter(drawn, blur, solarize, scale):
 
 @pytest.mark.parametrize("in_b2", [False, True])
 def test_b1_gets_t_and_b2_gets_t_without_crop_in_both_views(in_b2):
-    """4.1 over 1000 images: MoCo-v3's probabilities in both parts, each view by its own settings,
-    nothing of one view telling of the other; crops and mirrors in b1 only."""
+    """Both parts, each view by its own settings and independent; crops and mirrors in b1 only."""
     images = torch.zeros(1, 3, 40, 50, dtype=torch.uint8).expand(1000, -1, -1, -1)
     dataset = ser.two_views(images, toy(image_size=56, crop_min=0.08))
     (_, first), (_, second) = default_collate([dataset[0, i, in_b2] for i in range(1000)])
@@ -441,8 +432,7 @@ def plain_vit(encoder, x):
 @pytest.mark.parametrize("cls_layer", [0, 2, 3])
 @pytest.mark.parametrize("size", [(16, 16), (12, 20)])
 def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(cls_layer, size):
-    """f = f2 . f1: embeddings, maps and [CLS] of every block, on squares and rectangles; maps up to
-    the layer do not see [CLS], later ones do."""
+    """On squares and rectangles; maps up to the layer do not see [CLS], later ones do."""
     encoder = toy_vit(cls_layer=cls_layer)
     x = torch.randn(3, 3, *size, generator=seeded())
     plain = plain_vit(encoder, x)
@@ -468,8 +458,7 @@ def test_parameter_counts_are_the_papers():
         assert sum(p.numel() for p in trained(model).values()) == count
 
 def test_initial_weights_are_moco_v3s_and_come_from_the_seed_alone():
-    """Xavier-uniform with qkv as three matrices, zero biases, codes of std .02, a frozen patch
-    embedding, a momentum branch that begins as the online one."""
+    """The momentum branch begins as the online one, the projector's too."""
     model = ser.build(toy(dim=64))
     assert same(model.state_dict(), ser.build(toy(dim=64)).state_dict())
     assert not same(model.state_dict(), ser.build(toy(dim=64, seed=1)).state_dict())
@@ -482,7 +471,9 @@ def test_initial_weights_are_moco_v3s_and_come_from_the_seed_alone():
         "patch_embed.proj.weight", "patch_embed.proj.bias"]
     assert abs(weights["pos_embed"].std() - 0.02) < 2e-3
     assert 0 < weights["cls_token"].std() < 2e-6
-    assert same(model.base.momentum_encoder.state_dict(), model.base.encoder.state_dict())
+    for part in ("encoder", "projector"):
+        slow = getattr(model.base, f"momentum_{part}")
+        assert same(slow.state_dict(), getattr(model.base, part).state_dict())
 
 # ==== 4. Loss (paper 3.3) =========================================================================
 def tokens(B=3, N=4, K=6, seed=0):
@@ -507,8 +498,7 @@ def slow_ntxent(z, z_prime, tau):
 
 @pytest.mark.parametrize("tau", [0.3, 2.0])
 def test_patch_ntxent_equals_the_papers_loops(tau):
-    """Value and both gradients; no order of the images changes it; 0.3 is the default; exp(1000) is
-    infinite, and yet the loss is finite for a temperature of 0.001."""
+    """Value and both gradients; finite also where exp(1000) is not."""
     z = tokens()
     double = [x.double() for x in z]
     slow, slow_gradients = value_and_gradients(lambda *z: slow_ntxent(*z, tau), *double)
@@ -570,9 +560,8 @@ def one_rank(folder, tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_equal_one_process(ranks, folder, one_rank, tmp_path):
-    """The mean over ranks of losses and gradients is that of one process, and a whole run of train
-    on image files, with DDP, goes the same way and logs the same means; no rank shares a seed with
-    another, or two steps."""
+    """In losses, gradients, and a whole run on image files with DDP; every rank and step has a seed
+    of its own."""
     one, whole = one_rank
     found = run_ranks(rank_main, ranks, tmp_path, folder)
     for name in ("equiv", "moco"):
@@ -598,8 +587,7 @@ def test_a_head_of_moco_v3_ends_with_batch_norm_without_affine_parameters():
     assert head[0].bias is head[3].bias is head[4].weight is None and head[1].affine
 
 def plain_moco(base, views, m):
-    """MoCo-v3's step in the order of its code: queries, momentum update, keys, both directions
-    times 2T."""
+    """MoCo-v3's step in the order of its code."""
     def encode(encoder, view):
         return torch.cat([encoder(x).cls for x in (view.b1, view.b2) if x is not None])
 
@@ -618,8 +606,7 @@ def plain_moco(base, views, m):
     return contrast(queries[0], keys[1]) + contrast(queries[1], keys[0])
 
 def plain_equiv(encoder, head, layer, first, second, tau):
-    """L_equiv of one layer and one pair of views by Algorithm 1: align the first map, image by
-    image, LayerNorm and GELU projector, loops."""
+    """L_equiv of one layer and one pair of views by Algorithm 1, image by image."""
     norm, linear1, _, linear2 = head
     g1, g2 = (view.geometry for view in (first, second))
     flip = g1.flip != g2.flip
@@ -636,9 +623,8 @@ def plain_equiv(encoder, head, layer, first, second, tau):
     dict(ratio=0.0, cls_layer=0),
     dict(ratio=0.375, equiv_layers=[1, 2], temperature=0.4, weight=3.0)])
 def test_a_run_equals_a_plain_reimplementation_from_files_to_weights(settings, folder, tmp_path):
-    """Seven steps of train, over the end of an epoch, against MoCo-v3, SER's Algorithm 1, both
-    schedules and plain steps, on the same files and random draws; without b2, and with [CLS] from
-    the beginning, it is MoCo-v3 and nothing else."""
+    """Seven steps, over the end of an epoch; without b2, and with [CLS] from the beginning, it is
+    MoCo-v3 and nothing else."""
     args = toy(folder, tmp_path, **settings, epochs=1.4, base_lr=1.0)
     start = shake(ser.build(args))
     start.base.momentum = 0.7     # so that the momentum branch goes far
@@ -702,29 +688,27 @@ def toy_model(**settings):
     args = toy(**settings)
     return args, shake(ser.build(args))
 
-def test_every_trainable_parameter_gets_a_gradient_and_no_other():
-    """Eq. 3, with two layers; the momentum branch, which makes the keys, gets none."""
+def test_every_trainable_parameter_gets_a_gradient_and_weight_0_is_the_control():
+    """Eq. 3, with two layers: L_equiv is computed on the same views, and adds gradients of zero."""
     args, model = toy_model(equiv_layers=[1, 3])
-    model(toy_views(args))["loss"].backward()
-    for name, p in model.named_parameters():
-        reached = p.grad is not None and p.grad.ne(0).any()
-        assert reached == p.requires_grad, name
-
-def test_weight_0_is_the_control_that_differs_in_nothing_else():
-    """L_equiv is computed on the same views, and adds gradients of zero to those of L_inv."""
-    args, model = toy_model(weight=0.0)
     views = toy_views(args)
     found = model(views)
     found["loss"].backward()
-    _, other = toy_model(weight=0.7)
-    assert same(other(views)["equiv"], found["equiv"])
-    cls = [ser.encode_view(other.base.encoder, view)[0] for view in views]
-    other.base(views, cls).backward()
-    for (name, p), q in zip(trained(model).items(), trained(other).values()):
+    for name, p in model.named_parameters():
+        assert (p.grad is not None and p.grad.ne(0).any()) == p.requires_grad, name
+    _, control = toy_model(equiv_layers=[1, 3], weight=0.0)
+    _, base = toy_model(equiv_layers=[1, 3])
+    assert same(control(views)["equiv"], found["equiv"])
+    control(views)["loss"].backward()
+    base.base(views, [ser.encode_view(base.base.encoder, view)[0] for view in views]).backward()
+    for (name, p), q in zip(trained(control).items(), trained(base).values()):
         close(p.grad, torch.zeros_like(p) if name.startswith("projectors") else q.grad, 1e-4)
 
-def test_a_run_begins_with_what_it_found_and_its_losses_at_chance(folder, tmp_path, capsys):
-    """Chance is the value for embeddings that tell nothing: both losses have a closed form."""
+def test_a_run_begins_with_what_it_found_and_its_losses_at_chance(
+        folder, tmp_path, capsys, monkeypatch):
+    """Chance is the value for embeddings that tell nothing. Synthetic images have one seed."""
+    monkeypatch.setattr(ser, "synthetic_images", lambda *key: sys.exit(str(key)))
+    assert sentence(ser.train, toy(seed=7)) == "(4096, 16, 0)"
     ser.train(toy(folder, tmp_path, epochs=0.2, warmup_epochs=1.0))
     alike = torch.ones(4, 16, 5)
     nce = ser.info_nce(torch.ones(8, 5), torch.ones(8, 5), 0.2).item()
@@ -783,8 +767,7 @@ def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value):
 
 # ==== 8. Data =====================================================================================
 def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
-    """At any depth, also behind links, in the order of the paths; train/ alone if there is one. A
-    file "._NAME", which macOS leaves beside NAME, is none."""
+    """At any depth, also behind links, sorted; train/ alone if it is there; no "._NAME"."""
     (tmp_path / "b" / "empty").mkdir(parents=True)
     for name in ("b/2.JPEG", "b/notes.txt", "b/._2.JPEG", "a.webp"):
         (tmp_path / name).touch()
@@ -824,8 +807,7 @@ def test_the_last_line_of_an_unreadable_image_is_its_path(workers, tmp_path):
     assert re.search(rf"cannot read {tmp_path}/\d.jpg: ", final)
 
 def test_ranks_share_the_batches_of_one_process_and_an_epoch_takes_each_image_once(ranks):
-    """b1 of all ranks, then b2 of all ranks; a new order every epoch, which depends on the seed;
-    the last, incomplete batch is dropped."""
+    """A new order every epoch, which depends on the seed; the last, incomplete batch is dropped."""
     args = toy()
     whole = list(ser.batch_keys(43, args, 0, 10))
     orders = []
@@ -885,8 +867,7 @@ def killed_run(folder, out):
 
 def test_a_killed_and_continued_run_equals_the_uninterrupted_one_bit_for_bit(
         whole_run, folder, tmp_path):
-    """In the middle of an epoch and of writing a checkpoint, of which the one before is whole; also
-    what a method draws, with a loader process or without."""
+    """Killed while it writes a checkpoint, within an epoch; what a method samples is equal, too."""
     process = begin(killed_run, folder, tmp_path)
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -911,8 +892,11 @@ def test_the_log_holds_every_setting_both_losses_and_the_rate(whole_run, folder)
         assert record["lr"] == ser.learning_rate(args, (record["step"] - 1) / 5)
 
 def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
+    """And its reader's random numbers go on as before."""
     state = last(whole_run)
+    before = torch.get_rng_state()
     encoder = ser.load_encoder(whole_run / "last.pt")
+    assert torch.equal(torch.get_rng_state(), before)
     model = dicing(ser.Namespace(**state["settings"]))
     model.load_state_dict(state["model"])
     x = torch.randn(2, 3, 16, 16, generator=seeded())
@@ -920,8 +904,7 @@ def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
 
 def test_a_run_refuses_what_would_change_it_and_nothing_else(
         whole_run, folder, tmp_path, capsys):
-    """Other settings, another method, other images: one sentence names each. A moved folder, other
-    workers and other intervals continue it, and a run that is done says so."""
+    """A moved folder, other workers and intervals continue it; a run that is done says so."""
     before = last(whole_run)
     changed = tmp_path / "fewer"
     shutil.copytree(folder, changed / "moved")
