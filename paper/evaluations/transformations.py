@@ -59,8 +59,7 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
         # after block 3. No LayerNorm after the last: the probe standardises its features.
         means = [maps[layer].float().mean((2, 3)) for layer in layers]            # (V B, D) each
-        means = torch.stack(means, dim=1)
-        batches.append(means.unflatten(0, (5, -1)))                               # (V, B, L, D)
+        batches.append(torch.stack(means, dim=1).unflatten(0, (5, -1)))           # (V, B, L, D)
     return torch.cat(batches, dim=1).transpose(0, 1)
 
 def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
@@ -99,18 +98,16 @@ def predict(args: Namespace) -> None:
         last = len(sets[name]) - 1
         places = torch.linspace(0, last, min(most, last + 1)).long()
         sets[name] = Subset(sets[name], places.tolist())
-    results = {}
+    features = {}
     for name, encoder in (("untrained", ser.new_encoder(run)), ("trained", trained)):
         encoder.to(ser.setup())
-        train, test = [version_features(encoder, sets[split], layers, args.workers)
-                       for split in ("train", "val")]
-        for task, versions in TASKS.items():
-            results[task, name] = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
-                                   for at in range(len(layers))]
+        features[name] = [version_features(encoder, sets[split], layers, args.workers)
+                          for split in ("train", "val")]
     for task, versions in TASKS.items():
         print(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
-        for name in ("untrained", "trained"):
-            values = results[task, name]
+        for name, (train, test) in features.items():
+            values = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
+                      for at in range(len(layers))]
             print(f"  {name:28}" + "".join(f"{value:8.2f}" for value in values))
             for layer, value in zip(layers, values):
                 rows = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)

@@ -25,11 +25,11 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
         corruption, severity = divmod(place, 5)
         results[name] = (2.0 * corruption + severity, 100.0)
     whole = lines("C", results)
-    assert list(map(float, whole[2][1:])) == [*range(2, 32, 2), 16.0]
-    assert whole[6][1:] == ["100.00"] * 16 and (whole[4][-1], whole[8][-1]) == ("40.58", "63.53")
+    assert list(map(float, whole[3][1:])) == [*range(2, 32, 2), 16.0]
+    assert whole[7][1:] == ["100.00"] * 16 and (whole[5][-1], whole[9][-1]) == ("40.58", "63.53")
     del results["gaussian_noise/3"]
     part = lines("C", results)
-    assert part[1][:3] == ["1", "of", "15"] and part[3][1::15] == ["nan", "17.00"]
+    assert "14" in part[1] and part[3][1::15] == ["nan", "17.00"]
     part = lines("P", {"tilt": (50, 60), "scale": (70, 80)})
     assert part[3] == ["here"] + ["nan"] * 11 + ["50.00", "70.00", "nan", "60.00"]
     assert part[4][-1] == "56.38"     # MoCo-v3's 67.58 and 45.18
