@@ -6,9 +6,8 @@
 A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
 270 degrees; or nothing, or the horizontal flip. Where g does nothing, the two halves of a pair are
 equal bit for bit, so that the flip probe has only to see that something changed. The paper predicts
-"rotation/flip labels, following Garrido et al.", and does not say whether the probe sees a pair,
-nor which token, probe or images. Results are added to transformations.json beside the checkpoint,
-or in --out; it takes one process.
+"rotation/flip labels, following Garrido et al."; it names neither pairs, token, probe nor images.
+Results are added to transformations.json beside the checkpoint, or in --out.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -59,7 +58,8 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
         # after block 3. No LayerNorm after the last: the probe standardises its features.
         means = [maps[layer].float().mean((2, 3)) for layer in layers]            # (V B, D) each
-        batches.append(torch.stack(means, dim=1).unflatten(0, (5, -1)))           # (V, B, L, D)
+        means = torch.stack(means, dim=1)
+        batches.append(means.unflatten(0, (5, -1)))                               # (V, B, L, D)
     return torch.cat(batches, dim=1).transpose(0, 1)
 
 def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
