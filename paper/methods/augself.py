@@ -3,7 +3,7 @@
     Table 1      M     IN-1k          Sketch         V2             R              3DIE
     MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
     + AugSelf    43.7  67.55 / 87.62  13.30 / 25.35  53.74 / 76.68  17.62 / 28.66  64.97 / 90.73
-    Layer decoupling: IN-1k top-1 67.55 at layer 12, 68.23 at layer 3 (`--layer 3`).
+    Layer decoupling: IN-1k top-1 is 67.55 with L_eq at layer 12, and 68.23 with L_eq at layer 3.
 
     crop  = box of view a - box of view b               center y, center x, height, width
     color = jitter of view a - jitter of view b         brightness, contrast, saturation, hue
@@ -11,23 +11,23 @@
             MSE(tanh(head_crop([f_a | f_b])), crop) + MSE(tanh(head_color([f_a | f_b])), color)
     loss  = L_inv + 0.5 * L_eq
 
-    python -m paper.methods.augself                           drawn images, on a CPU
+    python -m paper.methods.augself     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
-    ... --blur 0.5 0.5 --solarize 0 0     T of the release's AugSelf, whose saturation changes by .4
-                                          where it changes by .2 here; the official code's crops,
-                                          from .2 of the image on, are `--crop-min 0.2`
-    python eval_linear.py --checkpoint runs/augself/last.pt --data /imagenet
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/augself/last.pt
 
-Its own paper has ResNets and, with MoCo-v2, f_2 from the momentum branch, without gradient. Here
-both features are online, as in its SimSiam version and in the release. The table's 43.7 M are with
-one head that the release does not train; the two heads that it trains make 44.2 M. The release's
-script has weight 0.5 at layer 12, tries 0.5, 0.3, 0.1 and 0.03 at layer 3 (which of them gave 68.23
-it does not say), and, with turned views and their turns in place of crop and color, 0.05 to 3.
+The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, except that its
+saturation changes by up to 0.4, where it changes by up to 0.2 here. `--crop-min 0.2` gives the
+crops of AugSelf's own code.
+
+AugSelf's own paper has ResNets. With MoCo-v2, its f_2 comes from the momentum branch and carries no
+gradient; here both features are online, as in its SimSiam version and in the release. The 43.7 M of
+Table 1 are with one head that the release does not train; the two heads that it trains make 44.2 M.
+The release's script has weight 0.5 at layer 12. At layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and
+does not say which of them gave 68.23. It also has a version that turns the views and predicts the
+turn in place of crop and color, with weights from 0.05 to 3.
 """
-from __future__ import annotations
-
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from typing import Sequence
 
 import torch
@@ -39,61 +39,60 @@ from paper.methods import addon
 from ser import Augmentation, View
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
-    """The settings of a command line; --weight: .5, as the release at layer 12 and AugSelf."""
-    return ser.parse(argv, addon.arguments("augself", weight=0.5), addon.SMALL)
+    """The settings of a command line."""
+    parser = addon.arguments("augself", weight=0.5)     # the weight of AugSelf and of the release
+    addon.set_helps(parser, temperature=SUPPRESS)
+    return addon.parse(argv, parser)
 
 def crops(first: Augmentation, second: Augmentation) -> Tensor:
     """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
-    shares of the image. Both centers are mirrored where the first view is flipped, as in the
-    official code and in the release, so that exchanging the views does not negate the target."""
+    shares of the image. Both centers are mirrored where the first view is flipped, as in AugSelf's
+    code and in the release; so the target of (2, 1) is not always minus that of (1, 2)."""
     return box(first, first.flip) - box(second, first.flip)
 
-def box(drawn: Augmentation, flip: Tensor) -> Tensor:
+def box(made: Augmentation, flip: Tensor) -> Tensor:
     """(B, 4): center y, center x, height, width, with center x mirrored where `flip` (B,)."""
-    y = drawn.top + drawn.height / 2
-    x = drawn.left + drawn.width / 2
+    y = made.top + made.height / 2
+    x = made.left + made.width / 2
     x = torch.where(flip, 1 - x, x)
-    return torch.stack([y, x, drawn.height, drawn.width], dim=1).float()
+    return torch.stack([y, x, made.height, made.width], dim=1).float()
 
 def colors(first: Augmentation, second: Augmentation) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
     ranges = torch.tensor([0.8, 0.8, 0.4, 0.2])     # .6 to 1.4, twice; .8 to 1.2; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
 
-def factors(drawn: Augmentation) -> Tensor:
+def factors(made: Augmentation) -> Tensor:
     """(B, 4): what multiplies or shifts brightness, contrast, saturation and hue."""
-    columns = [drawn.brightness, drawn.contrast, drawn.saturation, drawn.hue]
+    columns = [made.brightness, made.contrast, made.saturation, made.hue]
     return torch.stack(columns, dim=1).float()
 
 class AugSelf(addon.AddOn):
-    """A base method with heads that read the difference of two views' augmentations."""
+    """A base method with two heads that predict how the augmentations of two views differ."""
     def __init__(self, base: nn.Module, args: Namespace):
         super().__init__(base, args)
         for task in ("crop", "color"):
             self.heads[task] = addon.perceptron(2 * args.dim, 512, 512, 4, bias=True)
 
-    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> tuple:
-        """The sum of the two losses, both orders of the views in one batch of 2B rows. Chance: a
-        head that always says 0."""
+    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
+        """The sum of the two losses. Both orders of the views are one batch of 2B rows."""
         f1, f2 = features
         pairs = torch.cat([torch.cat([f1, f2], dim=1), torch.cat([f2, f1], dim=1)])     # (2B, 2D)
         first, second = (view.augmentation for view in views)
         total = 0.0
-        chance = 0.0
         for task, difference in (("crop", crops), ("color", colors)):
             target = torch.cat([difference(first, second), difference(second, first)])
             predicted = self.heads[task](pairs).float().tanh()                          # (2B, 4)
             total = total + F.mse_loss(predicted, target.to(pairs.device))
-            chance = chance + target.square().mean()
-        return total, chance
+        return total
 
 def build(args: Namespace) -> AugSelf:
     """The model of a run."""
     return AugSelf(ser.build(args).base, args)
 
 def dataset(source: Sequence[str] | Tensor, args: Namespace) -> ser.Dataset:
-    """Draws T."""
-    return ser.Dataset(source, addon.policies(args), args.seed)
+    """Images with two views, made by T."""
+    return ser.Dataset(source, addon.view_settings(args), args.seed)
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)

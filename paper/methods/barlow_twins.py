@@ -1,37 +1,39 @@
 """Barlow Twins + SER: the paper's Table 2 (linear top-1: 63.34, + SER 64.02).
 
-    python -m paper.methods.barlow_twins                 a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet          + SER
-        ... --weight 0 --out runs/barlow-control                          the same with lambda 0
-        ... --ratio 0 --cls-layer 0 --out runs/barlow-plain               Barlow Twins alone
+    python -m paper.methods.barlow_twins     # a small ViT on synthetic images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/barlow/last.pt
 
-The cross-correlation of two views' K features over the batch, B images of all ranks (in dino.py, of
-one), should be the identity (Zbontar et al. 2021; they write lambda for w and do not divide by K):
+Add `--weight 0 --out runs/barlow-control` to train the control, where lambda is 0, or
+`--ratio 0 --cls-layer 0 --out runs/barlow-plain` to train Barlow Twins alone.
+
+The cross-correlation of two views' K features over the batch, B images of all ranks, should be the
+identity (Zbontar et al. 2021, who write lambda for w and do not divide by K):
 
     z1, z2  projections of the two views, each feature with mean 0 and variance 1 (BatchNorm)
     C     = z1^T z2 / B                                                                     (Eq. 2)
     L_inv = (sum_i (1 - C_ii)^2 + w * sum_{i != j} C_ij^2) / K                              (Eq. 1)
 """
-from __future__ import annotations
-
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 
 import torch
 from torch import Tensor, nn
 
 import ser
+from paper.methods import addon, dino
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line: ser.py's with other defaults, and Barlow Twins' own."""
     parser = ser.arguments()
-    # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3); the release's script
-    # has 1. AdamW with a weight decay of 0.1, as the release trains ViTs; Barlow Twins has LARS.
+    # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3). The release evaluates
+    # runs with 0.5 and with 1.0. AdamW and its weight decay are the release's; theirs is LARS.
     parser.set_defaults(out="runs/barlow", weight=0.5, base_lr=1e-4, weight_decay=0.1)
+    addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)")
     add = parser.add_argument
-    add("--hidden", type=int, default=8192, help="width K of the projector, output too (theirs)")
+    add("--hidden", type=int, default=8192, help="width K of all layers of the projector (theirs)")
     add("--off-diagonal", type=float, default=0.0051, help="w of Eq. 1 (theirs: 0.0051)")
-    return ser.parse(argv, parser, ser.SMALL | dict(hidden=512, base_lr=1e-3, off_diagonal=0.02))
+    small = dict(out="runs/barlow-small", hidden=512, base_lr=1e-3, off_diagonal=0.02)
+    return ser.parse(argv, parser, ser.SMALL | small)
 
 def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """ser.py's, but the rate ends at 1e-3 of its peak, and each gradient is clipped (release)."""
@@ -40,8 +42,9 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
     def prepare(adamw: torch.optim.Optimizer, *_: object) -> None:
         for group in adamw.param_groups:
-            group["lr"] = ser.learning_rate(args, model.base.progress * args.epochs, end)
+            group["lr"] = dino.learning_rate(args, model.base.progress * args.epochs, end)
             for p in group["params"]:
+                p.grad.mul_(args.hidden)     # the release's limit, 0.3, is for L_inv times K
                 nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(prepare)
@@ -57,19 +60,15 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
         # A summand enters every rank's loss, hence the factor. With the mean over ranks that DDP
         # takes, R ranks equal one process; in the official code L_inv weighs R times less.
         c = total + ranks * (c - c.detach())
-    diagonal = c.diagonal()
-    invariance = (1 - diagonal).square().sum()
-    redundancy = c.square().sum() - diagonal.square().sum()
-    # Choice: divided by K, so that lambda means about what it means with MoCo-v3. At the start, and
-    # up to the layer of L_equiv, |lambda dL_equiv| / |dL_inv| is 1.4 (ViT-S, 32 photographs), where
-    # it is 0.66 with MoCo-v3 and 0.0002 undivided.
+    invariance = (1 - c.diagonal()).square().sum()
+    redundancy = c.square().sum() - c.diagonal().square().sum()
+    # Choice: divided by K. The sum is of the order of K, 8,192, and MoCo-v3's L_inv of the order of
+    # 1, for which lambda was chosen: undivided, L_inv would leave L_equiv next to no weight.
     return (invariance + w * redundancy) / len(c)
 
 class BarlowTwins(nn.Module):
     """Barlow Twins as a base method of SER (ser.py, section 5), without a second network."""
-    # Choice: views and encoder are ser.py's. Crops are bilinear (Barlow Twins and the release:
-    # bicubic), weights of the encoder begin as Xavier's (release: truncated normal), and [CLS] with
-    # a standard deviation of 1e-6 (release: 0.02).
+    # Choice: views and encoder are ser.py's; dino.py says what that changes.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.args = args
@@ -85,11 +84,12 @@ class BarlowTwins(nn.Module):
         """L_inv, a scalar, from the [CLS] (B / R, D) of each of the two views."""
         z1 = self.projector(cls[0]).float()
         z2 = self.projector(cls[1]).float()
-        images = len(z1) * ser.ranks_and_rank()[0]
-        # Of features that have nothing to do with one another: C_ij is 0 with variance 1 / B.
-        self.chance = 1 + (1 + self.args.off_diagonal * (z1.shape[1] - 1)) / images
         with torch.autocast(z1.device.type, enabled=False):
             return barlow_loss(z1, z2, self.args.off_diagonal)
+
+    def chance(self, batch: int) -> float:
+        """L_inv of unrelated features: the mean of C_ij is 0, and its variance 1 / batch."""
+        return 1 + (1 + self.args.off_diagonal * (self.args.hidden - 1)) / batch
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run: Barlow Twins + SER."""

@@ -1,10 +1,11 @@
 """DINO + SER: the DINO rows of the paper's Table 2 (ImageNet-1k linear top-1: 67.37, + SER 67.63).
 
-    python -m paper.methods.dino                         a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet             DINO + SER
-        ... --weight 0 --out runs/dino-control                          the same with lambda 0
-        ... --ratio 0 --cls-layer 0 --out runs/dino-plain                          DINO alone
+    python -m paper.methods.dino     # a small ViT on synthetic images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/dino/last.pt
+
+Add `--weight 0 --out runs/dino-control` to train the control, where lambda is 0, or
+`--ratio 0 --cls-layer 0 --out runs/dino-plain` to train DINO alone.
 
 Two networks of one shape see two views x1 and x2 of an image. The student g_s is trained to
 predict, from one view, the distribution over K outputs that the teacher g_t gives for the other
@@ -16,15 +17,12 @@ view; the teacher is a moving average of the student (Caron et al. 2021, whose e
     L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2                         (Algorithm 1)
     c     <- m c + (1 - m) mean of g_t(x) over images and views   the center                (Eq. 4)
 
-Settings are SER's paper's, else those of its authors' script for DINO + SER (`release`: two views,
-no local crops), else those of the code of Caron et al. (`DINO`); each names its source. Axes: B
-images of a rank, b1 and b2 together; D width of the encoder; K outputs of the head.
+Settings that the paper leaves open are those of its authors' script for DINO + SER (`release`: two
+views, no local crops), or else those of Caron et al.'s code (`DINO`). K: outputs of the head.
 """
-from __future__ import annotations
-
 import copy
 import math
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 
 import torch
 import torch.distributed as dist
@@ -34,16 +32,16 @@ from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import stochastic_depth
 
 import ser
-
-# ==== 1. Settings, optimizer and schedules ========================================================
-SMALL = ser.SMALL | dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0)
+from paper.methods import addon
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line: those of ser.py with other defaults, and DINO's own."""
     parser = ser.arguments()
-    # tau: paper. Weight decay, of matrices and at the start: DINO. The others: release.
+    # The temperature is the paper's, the weight decay DINO's; the others are the release's.
     parser.set_defaults(out="runs/dino", weight=0.3, temperature=0.5, crop_min=0.25, base_lr=1e-4,
                         weight_decay=0.04)
+    addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)",
+                    weight_decay="at the start, of matrices only (DINO: 0.04)")
     add = parser.add_argument
     add("--final-lr", type=float, default=1e-5, help="at the end, not scaled (release: 1e-5)")
     add("--final-weight-decay", type=float, default=0.4, help="at the end (DINO: 0.4)")
@@ -56,11 +54,20 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--teacher-temp-epochs", type=float, default=10.0, help="of the rise of tau_t (release)")
     add("--momentum", type=float, default=0.982, help="teacher's first, rising to 1 (release)")
     add("--freeze-epochs", type=float, default=1.0, help="with the last layer frozen (DINO: 1)")
-    return ser.parse(argv, parser, SMALL)
+    small = dict(out="runs/dino-small", hidden=512, outputs=1024, base_lr=1e-3,
+                 teacher_temp_epochs=2.0)
+    return ser.parse(argv, parser, ser.SMALL | small)
 
 def half_cosine(start: float, end: float, progress: float) -> float:
     """From start to end while `progress` goes from 0 to 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+def learning_rate(args: Namespace, epoch: float, end: float) -> float:
+    """ser.py's linear warmup, then half a cosine from the peak to `end`."""
+    peak = args.base_lr * args.batch_size / 256
+    if epoch < args.warmup_epochs:
+        return peak * epoch / args.warmup_epochs
+    return half_cosine(peak, end, (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs))
 
 def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """AdamW on two groups, matrices and vectors (biases and norms). Its step begins with `prepare`,
@@ -76,7 +83,7 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         decay = half_cosine(args.weight_decay, args.final_weight_decay, progress)
         adamw.param_groups[0]["weight_decay"] = decay
         for group in adamw.param_groups:
-            group["lr"] = ser.learning_rate(args, epoch, args.final_lr)
+            group["lr"] = learning_rate(args, epoch, args.final_lr)
         for p in trained:
             nn.utils.clip_grad_norm_(p, args.clip)
         if epoch < args.freeze_epochs:
@@ -85,20 +92,14 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     adamw.register_step_pre_hook(prepare)
     return adamw
 
-# ==== 2. The student's parts: stochastic depth and the head =======================================
-class StochasticBlock(ser.Block):
-    """A copy of `block` (tokens of width `dim`) with stochastic depth (Huang et al. 2016): in
-    training, each branch, attention and MLP, is left out for an image with probability `drop`; for
-    the other images it is divided by 1 - drop, which keeps the mean."""
-    def __init__(self, block: ser.Block, dim: int, drop: float):
-        super().__init__(dim, block.heads)
-        self.load_state_dict(block.state_dict())
-        self.drop = drop
-        self.attn["proj"].register_forward_hook(self.drop_images)     # where the branches end
-        self.mlp["fc2"].register_forward_hook(self.drop_images)
+def add_stochastic_depth(block: ser.Block, drop: float) -> None:
+    """Huang et al. 2016: in training, each branch, attention and MLP, is left out for an image with
+    probability `drop`; for the other images it is divided by 1 - drop, which keeps the mean."""
+    def drop_images(layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
+        return stochastic_depth(branch, drop, "row", layer.training)
 
-    def drop_images(self, layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
-        return stochastic_depth(branch, self.drop, "row", self.training)
+    block.attn["proj"].register_forward_hook(drop_images)     # here a branch ends
+    block.mlp["fc2"].register_forward_hook(drop_images)
 
 class Head(nn.Module):
     """(B, D) -> (B, K): three linear layers with GELU, features of length 1, and a linear layer
@@ -114,18 +115,16 @@ class Head(nn.Module):
             nn.init.zeros_(layer.bias)
         # weight_norm splits the weight into lengths of rows, original0, and directions, original1.
         self.last = weight_norm(nn.Linear(256, outputs, bias=False))
-        # Choice: the lengths are trained, as in the release and as DINO's authors say they do with
+        # Choice: the lengths are trained, as in the release, and as DINO's authors say they do with
         # ViT-S; the default of their code fixes them at 1.
         nn.init.ones_(self.last.parametrizations.weight.original0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mlp(x)
-        # Choice: fp32. In bf16 an output just below 1 is off by up to 0.002, and divided by a tau_t
-        # of 0.04 that would be 0.05.
+        # Choice: fp32. A cosine in bf16 is off by up to 0.002, and divided by tau_t by up to 0.05.
         with torch.autocast(x.device.type, enabled=False):
             return self.last(F.normalize(x.float(), dim=-1))
 
-# ==== 3. The loss and the method ==================================================================
 def cross_entropy(t: Tensor, s: Tensor, center: Tensor, tau_t: float) -> Tensor:
     """The mean over images of H(P_t, P_s), from outputs t of the teacher, which carry no gradient,
     and s of the student, both (B, K), and the center c (K,)."""
@@ -138,7 +137,7 @@ class DINO(nn.Module):
     `teacher` followed by `teacher_head`, their moving averages, which see the same images."""
     # Choice: views and encoder are ser.py's. Crops are resized bilinearly (DINO: bicubic), weights
     # of the encoder begin as Xavier's (DINO and the release: truncated normal), and [CLS] begins
-    # with a standard deviation of 1e-6 (0.02 there) and has no position code (it has one there).
+    # with a standard deviation of 1e-6 and has no position embedding (there: 0.02, and it has one).
     # Choice: the student's encoder is evaluated, as in the release; DINO evaluates the teacher's.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
@@ -151,15 +150,13 @@ class DINO(nn.Module):
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
         # Only the student has stochastic depth; its rate grows linearly, from 0 in the first block.
         for i, block in enumerate(encoder.blocks):
-            drop = args.drop_path * i / (encoder.depth - 1)
-            encoder.blocks[i] = StochasticBlock(block, encoder.dim, drop)
+            add_stochastic_depth(block, args.drop_path * i / max(1, encoder.depth - 1))
         self.register_buffer("center", torch.zeros(args.outputs))
-        self.chance = math.log(args.outputs)     # L_inv where all outputs get equal shares
 
     @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Move the teacher towards the student, and set tau_t. Algorithm 1 moves it after a step;
-        before the next is the same, but for a momentum that is one step ahead."""
+        """Move the teacher towards the student, and set tau_t. Algorithm 1 moves the teacher after
+        a step. Here it moves before the next one, with the momentum of that next step."""
         self.progress = progress     # for the schedules of the optimizer
         momentum = half_cosine(self.args.momentum, 1.0, progress)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
@@ -189,6 +186,10 @@ class DINO(nn.Module):
             dist.all_reduce(mean)
         self.center.lerp_(mean / ranks, 1 - 0.9)     # after its use; m is 0.9 (DINO)
         return (loss12 + loss21) / 2
+
+    def chance(self, batch: int) -> float:
+        """L_inv where all K outputs get equal shares."""
+        return math.log(self.args.outputs)
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run: DINO + SER."""

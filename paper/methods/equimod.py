@@ -3,7 +3,7 @@
     Table 1      M     IN-1k          Sketch         V2             R              3DIE
     MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
     + EquiMod    43.3  68.95 / 88.87  14.81 / 28.11  56.31 / 79.93  16.54 / 27.32  67.97 / 91.97
-    Layer decoupling: IN-1k top-1 68.95 at layer 12, 69.51 at layer 3 (`--layer 3`).
+    Layer decoupling: IN-1k top-1 is 68.95 with L_eq at layer 12, and 69.51 with L_eq at layer 3.
 
     y_0, y_1, y_2 = project(f of the plain image, of view 1, of view 2)
     p_v = action(18 parameters of view v's augmentation)
@@ -12,19 +12,16 @@
     L_eq = (InfoNCE(y -> yhat) + InfoNCE(yhat -> y)) / 2                  each 2 tau * cross-entropy
     loss = L_inv + L_eq
 
-    python -m paper.methods.equimod                           drawn images, on a CPU
+    python -m paper.methods.equimod     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet
     torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet --layer 3 --out runs/mod-3
-    python eval_linear.py --checkpoint runs/equimod/last.pt --data /imagenet
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/equimod/last.pt
 
-Its own paper has SimCLR and BYOL, a ResNet-50 and a projector 2048 wide. The negatives of its L_eq
-are other y and other yhat alike; here they are of the other side only, as in the release. L_eq is a
-mean beside L_inv's sum of two ways: half of its share there in value, but not in gradient: its norm
-is .76 of L_inv's (256 images, pairs at cosine .8), .73 there, .38 in the release (detached keys).
+EquiMod's own paper has SimCLR and BYOL, a ResNet-50, and a projector of width 2048. There, the
+negatives of y are all other y and yhat; here they are the other yhat only, as in the release. On
+random embeddings of 256 images, with a cosine of 0.8 within each pair, the gradient of L_eq has
+0.77 of the norm of the gradient of L_inv; with EquiMod's own losses it has 0.74 of it.
 """
-from __future__ import annotations
-
-import math
 from argparse import Namespace
 from typing import Sequence
 
@@ -34,16 +31,15 @@ from torchvision.transforms.functional import center_crop
 
 import ser
 from paper.methods import addon, augself
-from ser import Augmentation, View, info_nce, mlp, ranks_and_rank
+from ser import Augmentation, View, info_nce, mlp
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
-    """The settings of a command line; weight and temperature of L_eq: EquiMod's, the release's."""
-    return ser.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2), addon.SMALL)
+    """The settings of a command line; weight and temperature are EquiMod's and the release's."""
+    return addon.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2))
 
 # Mean and standard deviation of the 18 parameters under MoCo-v3's T, both views together.
-# Choice: the true ones, in shares of the image (measured on 500 x 375). The official code, and so
-# the release, has pixels of the file, deviations of jitter (.8, .8, .8, .2), the sigma of blur with
-# probability .5, and flags of blur and solarization that fit none. BatchNorm soon evens that out.
+# Choice: the true ones, with boxes in shares of an image of 500 x 375. Those of EquiMod's code and
+# of the release are for boxes in pixels, and partly for another T; BatchNorm soon evens that out.
 MEAN = torch.tensor([0.140, 0.218, 0.720, 0.563, 0.5,          # top, left, height, width, flip
                      0.8, 1.2, 1.4, 1.6, 1.8,                  # jittered; first ... fourth
                      1.0, 1.0, 1.0, 0.0,                       # brightness ... hue
@@ -55,12 +51,14 @@ STD = torch.tensor([0.136, 0.161, 0.187, 0.173, 0.5,
 
 def parameters(view: View) -> Tensor:
     """What T did to the images of a view, (B, 18), standardised, in the order of MEAN."""
-    drawn = view.augmentation
-    jitter = augself.factors(drawn)
-    jittered = (jitter != torch.tensor([1, 1, 1, 0])).any(1)
-    columns = [drawn.top, drawn.left, drawn.height, drawn.width, drawn.flip,
-               jittered, *drawn.order.T, *jitter.T,
-               drawn.gray, drawn.blur > 0, drawn.blur, drawn.solarize]
+    made = view.augmentation
+    factors = augself.factors(made)
+    jittered = (factors != torch.tensor([1, 1, 1, 0])).any(1)
+    # An image that is not jittered has the order 0, 1, 2, 3, as in EquiMod.
+    order = torch.where(jittered[:, None], made.order, torch.arange(4))
+    columns = [made.top, made.left, made.height, made.width, made.flip,
+               jittered, *order.T, *factors.T,
+               made.gray, made.blur > 0, made.blur, made.solarize]
     return (torch.stack(columns, dim=1).float() - MEAN) / STD
 
 class EquiMod(addon.AddOn):
@@ -72,27 +70,28 @@ class EquiMod(addon.AddOn):
         self.heads["action"] = nn.Sequential(linear, nn.BatchNorm1d(128))
         self.heads["predict"] = mlp(256, 128)     # linear, so that the action does the work
 
-    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> tuple:
-        """InfoNCE between the views' embeddings and their predictions, the mean of the two ways."""
-        # Choice: BatchNorm sees a view at a time, as in the release; officially all three at once.
+    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
+        """InfoNCE between the embeddings of the views and their predictions, in both directions."""
+        # Choice: BatchNorm sees one view at a time, as in the release; in EquiMod, all three.
         y1, y2, y0 = (self.heads["project"](f) for f in features)     # in the order of `WithPlain`
         y = torch.cat([y1, y2])                                                         # (2B, 128)
         values = torch.cat([parameters(view) for view in views[:2]])                    # (2B, 18)
         p = self.heads["action"](values.to(y.device))                                   # (2B, 128)
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))                 # (2B, 128)
-        # Choice: keys carry gradient, those of other ranks too. EquiMod's code detaches the latter,
-        # but multiplies by the number of ranks, so that two ranks equal one process there, too.
+        # Choice: all keys carry gradient. EquiMod's code detaches those of other ranks, but it
+        # multiplies by the number of ranks, so that several ranks equal one process there, too.
         forth = info_nce(y, predicted, self.temperature)
         back = info_nce(predicted, y, self.temperature)
-        rows = len(y) * ranks_and_rank()[0]
-        return (forth + back) / 2, 2 * self.temperature * math.log(rows)
+        return (forth + back) / 2
 
 class WithPlain(ser.Dataset):
-    """The views of its policies, then the plain image, neither flipped nor jittered."""
+    """The views of T, then the plain image, which is neither flipped nor jittered."""
     def __getitem__(self, key: tuple) -> list:
-        image = addon.read(self.source[key[1]])
-        views = ser.Dataset({key[1]: image}, self.policies, self.seed)[key]     # read once
+        image = self.source[key[1]]
+        if isinstance(image, str):
+            image = ser.read_image(image)
+        views = ser.Dataset({key[1]: image}, self.views, self.seed)[key]     # does not read again
         side = round(min(image.shape[1:]) * 224 / 256)
         center = center_crop(image, [side, side])
         plain = ser.resize(center[None], views[0][0].shape[1:])[0]
@@ -103,8 +102,8 @@ def build(args: Namespace) -> EquiMod:
     return EquiMod(ser.build(args).base, args)
 
 def dataset(source: Sequence[str] | Tensor, args: Namespace) -> WithPlain:
-    """Draws T, and appends the plain image."""
-    return WithPlain(source, addon.policies(args), args.seed)
+    """Images with two views, made by T, and the plain image."""
+    return WithPlain(source, addon.view_settings(args), args.seed)
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)

@@ -1,24 +1,21 @@
 """MoCo-v3 + SER with 2 + 4 views: the "2+4 view" row of the paper's Table 1 (linear top-1 71.56).
 
-    python -m paper.methods.multicrop                    a small ViT on drawn images, on a CPU
-    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet   2 x 224, 4 x 96 pixels
-        ... --weight 0 --out runs/multicrop-control                       the same with lambda 0
-        ... --ratio 0 --cls-layer 0 --out runs/multicrop-plain            MoCo-v3 with 2 + 4 views
+    python -m paper.methods.multicrop     # a small ViT on synthetic images, on a CPU
+    torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/multicrop/last.pt
 
-Two global views, as MoCo-v3's own, and four local ones, small crops at 96 pixels (paper A.1):
+Add `--weight 0 --out runs/multicrop-control` to train the control, where lambda is 0, or
+`--ratio 0 --cls-layer 0 --out runs/multicrop-plain` to train MoCo-v3 with 2 + 4 views.
+
+An image has two global views, those of MoCo-v3, and four local ones, small crops (paper A.1):
 
     queries   all six views through the online encoder
     keys      the two global views through the momentum encoder: no loss among local views
     L_inv     InfoNCE of every (query view, key view) of different views: 2 + 4 x 2 = 10 terms
     L_equiv   on b2, within the global pair and within each of the two local pairs
 
-# Choice: a view of b2 is the whole image at the size of the view, with a g of its own, as 3.2 says;
-a local one has a grid of about 6 x 6 tokens. The release moves one crop of 5% to 25% instead.
 The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of two views.
 """
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 
@@ -33,15 +30,16 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--local-size", type=int, default=96, help="side, pixels (release, DINO)")
     parser.add_argument("--local-area", type=float, nargs=2, default=[0.05, 0.25],
                         help="of a crop, share of the image (release, DINO)")
-    local = dict(local_size=16, local_area=[0.1, 0.4], epochs=4.0, warmup_epochs=0.5)
-    return ser.parse(argv, parser, ser.SMALL | local)
+    small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
+    return ser.parse(argv, parser, ser.SMALL | small)
 
 def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """MoCo-v3's two views of an image, then four local ones."""
-    first, second = ser.two_views(source, args).policies
-    # Choice: blur with probability 0.5, as DINO and the release, but as wide in shares of a view as
-    # in a global one. The release drops grayscale in local views; here it stays (3.2).
-    local = ser.Policy(args.local_size, args.local_area, blur=0.5, solarize=0.0)
+    first, second = ser.two_views(source, args).views
+    # Choice: in b2 a local view is the whole image at the local size, moved by a g of its own, as
+    # 3.2 says of all views; the release moves one crop of 5% to 25% of the image.
+    # Choice: blur has the probability of DINO and the release. Grayscale stays, not so there.
+    local = ser.ViewSettings(args.local_size, args.local_area, blur=0.5, solarize=0.0)
     return ser.Dataset(source, [first, second, local, local, local, local], args.seed)
 
 class MultiCrop(ser.MoCoV3):
@@ -50,8 +48,7 @@ class MultiCrop(ser.MoCoV3):
         """L_inv, a scalar, from [CLS] (B, D) of every view by the online encoder, global first."""
         keys = [self.key(view) for view in views[:2]]
         # Choice: the 10 terms are added, not averaged, and so are the three of L_equiv, as in the
-        # release. With two views that is MoCo-v3, two terms beside one; here ten beside three.
-        self.chance = 10 * 2 * self.temperature * math.log(len(cls[0]) * ser.ranks_and_rank()[0])
+        # release. With two views that is MoCo-v3: two terms beside one of L_equiv.
         loss = 0.0
         for i, view_cls in enumerate(cls):
             query = self.predictor(self.projector(view_cls))
@@ -59,6 +56,10 @@ class MultiCrop(ser.MoCoV3):
                 if i != j:
                     loss = loss + ser.info_nce(query, key, self.temperature)
         return loss
+
+    def chance(self, batch: int) -> float:
+        """L_inv where all images look alike."""
+        return 10 * 2 * self.temperature * math.log(batch)
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run; SER takes L_equiv within each pair of neighbouring views."""

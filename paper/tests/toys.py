@@ -12,7 +12,7 @@ TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, e
 CLASSES = [f"n{label:02}" for label in range(6)]
 
 def seeded(seed=0):
-    """A generator of draws."""
+    """A generator of random numbers."""
     return torch.Generator().manual_seed(seed)
 
 def toy_checkpoint(folder, seed=0, shaken=True, **settings):
