@@ -42,10 +42,10 @@ LISTS = {"layers": """\
     lambda-1        68.92  ser  --weight 1
     lambda-5        68.73  ser  --weight 5
     lambda-10       68.67  ser  --weight 10""", "decoupling": """\
-    equimod-12      68.95  equimod  --layer 12
-    equimod-3       69.51  equimod  --layer 3
-    augself-12      67.55  augself  --layer 12
-    augself-3       68.23  augself  --layer 3"""}
+    equimod-12      68.95  equimod  --layer 12 --ratio 0 --cls-layer 0
+    equimod-3       69.51  equimod  --layer 3 --ratio 0 --cls-layer 0
+    augself-12      67.55  augself  --layer 12 --ratio 0 --cls-layer 0
+    augself-3       68.23  augself  --layer 3 --ratio 0 --cls-layer 0"""}
 
 def call(words: list[str], args: Namespace) -> None:
     """Print a command line, and run it unless that is all."""
