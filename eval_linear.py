@@ -1,23 +1,30 @@
-"""What a checkpoint has learned: linear evaluation (paper 4.1), k-NN, and equivariance (paper A.2).
+"""What a checkpoint has learned: linear evaluation (paper 4.1), k-NN (4.2) and equivariance (A.2).
 
-    python eval_linear.py                                        runs/ser/last.pt, synthetic images
-    python eval_linear.py --data /imagenet --cache               heads on one crop of each: minutes
-    python eval_linear.py --data /imagenet --knn                 20-NN alone: minutes
-    python eval_linear.py --data /imagenet --equivariance        each block, beside the untrained
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --test v2=DIR    the protocol of 4.1
+    python eval_linear.py                              runs/ser/last.pt, on synthetic images
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/main/last.pt
 
-The encoder is frozen. Each run replaces eval.json and head.pt, the best linear head, beside it.
+The second line is the protocol of 4.1: linear heads on random crops, for hours; and 20-NN. Flags:
+
+    --knn             20-NN without heads: minutes
+    --equivariance    equivariance after every block, beside the untrained encoder, without heads
+    --cache           heads on one centre crop of each image: minutes; also with the flags above
+    --mlp             MLP heads in place of linear heads; also with the flags above
+
+eval.json collects the results of all evaluations; eval.jsonl has a line for each epoch of heads;
+head.pt is the best linear head (with --cache: head-cache.pt). A stopped evaluation begins anew.
 """
 import copy
+import hashlib
 import json
-import math
+import os
+import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -26,20 +33,21 @@ from tqdm import tqdm
 import ser
 from ser import ViT
 
-# ==== 1. Settings: the protocol of 4.1, and what the release adds to it ===========================
+# ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ============================
 def arguments() -> ArgumentParser:
-    """--knn and --equivariance leave out the heads, unless --cache or --mlp asks for them."""
+    """The flags of eval_linear.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS and val/CLASS; none: drawn images")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
-    add("--checkpoint", default="runs/ser/last.pt", help="of a run, or of experiments/convert.py")
+    add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
+    add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
-    add("--mlp", action="store_true", help="heads of three layers in place of linear ones")
+    add("--mlp", action="store_true", help="MLP heads of three layers in place of linear heads")
     add("--knn", action="store_true", help="20-NN without heads")
     add("--equivariance", action="store_true", help="equivariance after every block")
-    # Choice: the release tries 1, 3, 10; few classes and weak features need smaller ones.
+    # Choice: the release has 1, 3 and 10; few classes and weak features need smaller ones.
     add("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
         help="learning rates, scaled by batch size / 256; each trains a head")
     add("--epochs", type=int, default=50, help="passes over the training images (paper: 50)")
@@ -48,16 +56,28 @@ def arguments() -> ArgumentParser:
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
 
+def load(args: Namespace, results: str) -> tuple:
+    """What --checkpoint holds, its encoder in eval mode, and the path of `results`. Exits with one
+    sentence if --data does not suit the checkpoint, or if nothing can be written."""
+    if args.data and not args.checkpoint:
+        sys.exit("--data needs --checkpoint, the last.pt of a run")
+    args.checkpoint = args.checkpoint or "runs/ser/last.pt"
+    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    images = state["settings"]["data"]
+    if images and not args.data:
+        sys.exit(f"{args.checkpoint} was trained on {images}: add --data")
+    out = Path(args.out or Path(args.checkpoint).parent)
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        sys.exit(f"nothing can be written to {out}: name another folder by --out")
+    return state, ser.load_encoder(args.checkpoint), out / results
+
 # ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ==================================
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
     side = round(size * 256 / 224)
     # Choice: bicubic here and bilinear in training, as the release and DINO's eval_linear.
     return v2.Compose([v2.Resize(side, v2.InterpolationMode.BICUBIC), v2.CenterCrop(size)])
-
-def train_transform(size: int) -> v2.Transform:
-    """A random crop of area .08 to 1 and aspect 3:4 to 4:3 (the defaults), and a flip."""
-    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
 def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> ImageFolder:
     """root/CLASS/...: a label is the place of CLASS in `classes`, those of training (none given:
@@ -69,8 +89,25 @@ def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> Ima
     folder.target_transform = [names.index(name) for name in folder.classes].__getitem__
     return folder
 
+def load_sets(args: Namespace, size: int) -> tuple:
+    """The training classes, and the sets by name: "train", "val" and those of --test in centre
+    crops; of files, also "crops", the training images in random crops."""
+    if not args.data:     # with seeds that ser.py does not use
+        train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
+        val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
+        return range(6), {"train": train, "val": val}
+    # Area .08 to 1 and aspect 3:4 to 4:3 are the defaults.
+    random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    crops = class_folder(Path(args.data, "train"), random_crop)
+    sets = {"crops": crops}
+    folders = {"train": crops.root, "val": args.val or Path(args.data, "val")}
+    folders |= dict(test.split("=", 1) for test in args.test)
+    for name, folder in folders.items():
+        sets[name] = class_folder(folder, eval_transform(size), crops.classes)
+    return crops.classes, sets
+
 class Seeded(Dataset):
-    """`data`, where the draws for an image depend on (*key, index), not on ranks or processes."""
+    """`data`, whose random crops depend on (*key, index) alone, not on ranks or processes."""
     def __init__(self, data: Dataset, *key: int):
         self.data = data
         self.key = key
@@ -92,30 +129,33 @@ def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
         tokens = [encoder.norm(cls_at[layer]) for layer in last]
     return torch.cat(tokens, dim=1).float()
 
-def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace, epoch: int = 0):
+def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace, batches: list) -> Iterator:
+    """Features (B, K) and labels (B,) of each of `batches`, tensors of places in `data`."""
+    places = [rows.tolist() for rows in batches]
+    loader = DataLoader(data, batch_sampler=places, num_workers=args.workers)
+    for images, labels in tqdm(loader, leave=False, disable=ser.ranks_and_rank()[1] > 0):
+        features = cls_features(encoder, images, blocks)
+        yield features, labels.to(features.device)
+
+def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple:
     """Features (n, K) and labels (n,) of a set, on every rank. Each rank encodes its share; a row
     is zero on all others, so that the sum counts every image once."""
     ranks, rank = ser.ranks_and_rank()
-    own = torch.arange(rank, len(data), ranks)
-    size = max(1, args.batch_size // ranks)
-    loader = DataLoader(Seeded(data, args.seed, epoch), size, sampler=own.tolist(),
-                        num_workers=args.workers)
+    batches = torch.arange(rank, len(data), ranks).split(max(1, args.batch_size // ranks))
     features = encoder.cls_token.new_zeros(len(data), blocks * encoder.dim)
     labels = features.new_zeros(len(data), dtype=torch.int64)
-    bar = tqdm(loader, disable=rank > 0)
-    for (images, own_labels), rows in zip(bar, own.split(size)):
-        features[rows] = cls_features(encoder, images, blocks)
-        labels[rows] = own_labels.to(labels)
+    for rows, (x, y) in zip(batches, encode(encoder, data, blocks, args, batches)):
+        features[rows] = x
+        labels[rows] = y
     if ranks > 1:
-        torch.distributed.all_reduce(features)
-        torch.distributed.all_reduce(labels)
+        dist.all_reduce(features)
+        dist.all_reduce(labels)
     return features, labels
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =========================
-class Heads(nn.Module):
+class Heads(nn.ModuleList):
     """Linear heads or three-layer MLPs, all with the same first weights: (B, K) -> (B, C) each."""
     def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
-        super().__init__()
         layers = []
         # Choice: the paper names no widths; these are of Garrido et al. 2023, whom it follows.
         for units in (1024, 1024) if mlp else ():
@@ -126,38 +166,54 @@ class Heads(nn.Module):
         nn.init.normal_(last.weight, std=0.01)
         nn.init.zeros_(last.bias)
         head = nn.Sequential(*layers, last)
-        self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(heads))
+        super().__init__(copy.deepcopy(head) for _ in range(heads))
 
     def forward(self, x: Tensor) -> list:
-        return [head(x) for head in self.heads]
+        return [head(x) for head in self]
 
-def train_heads(heads: Heads, table: Callable, args: Namespace) -> None:
-    """Train on table(epoch), features (n, K) and labels (n,). Images that do not fill the last
-    batch of an epoch are not used; a rank has its share of each batch."""
+def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: Namespace,
+                log: Path) -> int:
+    """Train on batches(epoch, shares): features (B, K) and labels (B,) of this rank's share of the
+    `images` in each step. Returns which head is best on `val`, features (n, K) and labels (n,)."""
     ranks, rank = ser.ranks_and_rank()
     parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
-    # Choice: momentum .9, no weight decay, as the release. With its loss times its rate, every head
-    # is then trained as if it were alone.
-    optimizer = torch.optim.SGD(heads.parameters(), momentum=0.9)
-    for epoch in range(args.epochs):
-        features, labels = table(epoch)
-        order = torch.randperm(len(labels), generator=ser.rng(args.seed, "eval", epoch))
-        batch = min(args.batch_size, len(labels)) // ranks * ranks
-        steps = len(labels) // batch
-        for step in range(steps):
-            rows = order[step * batch:][:batch].chunk(ranks)[rank]
-            logits = parallel(features[rows])
-            losses = [lr * F.cross_entropy(z, labels[rows]) for lr, z in zip(args.lr, logits)]
+    x_val, y_val = val
+    rates = torch.tensor(args.lr, device=x_val.device)
+    batch = min(args.batch_size, images) // ranks * ranks
+    steps = images // batch     # the last, incomplete batch is not used
+    # Choice: momentum .9, no weight decay, as the release. Paper: 4.1, a cosine without warmup.
+    optimizer = torch.optim.SGD(heads.parameters(), batch / 256, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
+    bar = tqdm(range(args.epochs), unit="epoch", disable=rank > 0)
+    for epoch in bar:
+        order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
+        shares = [rows.chunk(ranks)[rank] for rows in order[:steps * batch].split(batch)]
+        total = torch.zeros_like(rates)
+        for x, y in batches(epoch, shares):
+            losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
+            total += losses.detach()
             optimizer.zero_grad()
-            sum(losses).backward()
-            # Paper: 4.1, a cosine without warmup.
-            cosine = math.cos(math.pi * (epoch + step / steps) / args.epochs)
-            optimizer.param_groups[0]["lr"] = batch / 256 * 0.5 * (1 + cosine)
+            # With its loss times its rate, every head is trained as if it were alone.
+            (rates * losses).sum().backward()
             optimizer.step()
-        del features     # a table of ImageNet has 8 GB: not two at a time
+            schedule.step()
+        # Choice: the last epoch, and the rate that is best on val. The release has no rule for the
+        # rate, and keeps the best of epochs 41 to 50 on a split of its own.
+        with torch.no_grad():
+            top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
+        best = top1.index(max(top1))
+        line = {"epoch": epoch + 1, "loss": total[best].item() / steps, "val top-1 %": top1[best],
+                "lr": args.lr[best]}
+        bar.set_postfix(line)
+        if rank == 0:     # the loss is that of its share
+            with log.open("a") as file:
+                print(json.dumps(line), file=file)
+    if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
+        print(f"the best rate, {args.lr[best]}, is an end of --lr: one beyond it may be better")
+    return best
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
-    """Top-1 and top-5 in percent of logits (n, C), where only the classes `among` are answers."""
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
     best = among[logits[:, among].topk(min(5, len(among))).indices]               # (n, 5)
     share = 100 * (best == labels[:, None]).float().mean(0)
     return [share[0].item(), share.sum().item()]
@@ -165,17 +221,21 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
 # ==== 5. k-NN (paper 4.2) =========================================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: int = 20) -> float:
     """Top-1 in percent of the test features (n, D), classified by a vote of their k nearest
-    training features (m, D) with weights exp(s / .07), s the cosine similarity."""
+    training features (m, D) with weights exp(s / .07), s the cosine similarity. Ranks share the
+    test images."""
+    ranks, rank = ser.ranks_and_rank()
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
-    train = F.normalize(train)
+    train = F.normalize(train.float())
     test = F.normalize(test)
-    right = 0
-    for x, y in zip(test.split(256), labels.split(256)):
+    right = torch.zeros((), device=test.device)
+    for x, y in zip(test[rank::ranks].split(256), labels[rank::ranks].split(256)):
         similarity, nearest = (x @ train.T).topk(min(k, len(train)))              # (B, k)
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
         votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
-        right += (votes.argmax(1) == y).sum().item()
-    return 100 * right / len(test)
+        right += (votes.argmax(1) == y).sum()
+    if ranks > 1:
+        dist.all_reduce(right)
+    return 100 * right.item() / len(test)
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =========================
 @torch.no_grad()
@@ -196,9 +256,8 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) 
             h = g._replace(flip=torch.ones_like(g.flip))
         elif element == "rot90":
             h = g._replace(turns=1 + torch.arange(len(x)) % 3)
-        gx = ser.rho(g, x, encoder.patch_size)
-        hx = ser.rho(h, x, encoder.patch_size)
-        encoded = [encoder(moved, layers).maps for moved in (x, gx, hx)]
+        moved = [ser.rho(g, x, encoder.patch_size), ser.rho(h, x, encoder.patch_size)]
+        encoded = [encoder(view, layers).maps for view in (x, *moved)]
         if encoder.depth in layers:
             # Choice: the "final representation" is the patch tokens under the final LayerNorm.
             for maps in encoded:
@@ -216,115 +275,131 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) 
     names = ("score", "retrieval", "chance")
     return {layer: dict(zip(names, values.tolist())) for layer, values in sums.items()}
 
-# ==== 7. Evaluation: a checkpoint in, a table out =================================================
-def load_sets(args: Namespace, size: int) -> tuple:
-    """The training classes, and the sets: "train", "val", --test, and "crops", random, of files."""
-    if not args.data:     # with seeds that ser.py does not use
-        train = TensorDataset(*ser.draw_images(2048, size, seed=101))
-        val = TensorDataset(*ser.draw_images(1000, size, seed=102))
-        return range(6), {"train": train, "val": val}
-    root = Path(args.data, "train")
-    crops = class_folder(root, train_transform(size))
-    folders = dict(test.split("=", 1) for test in args.test)
-    folders |= {"train": root, "val": args.val or Path(args.data, "val")}
-    whole = eval_transform(size)
-    sets = {name: class_folder(folder, whole, crops.classes) for name, folder in folders.items()}
-    return crops.classes, {**sets, "crops": crops}
+# ==== 7. Evaluation: a checkpoint in, rows and a table out ========================================
+def fingerprint(encoder: ViT) -> str:
+    """A short text that tells the weights of one encoder from those of another."""
+    weights = [weight.cpu().numpy().tobytes() for weight in encoder.state_dict().values()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
-def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace) -> tuple:
-    """k-NN, and heads if wanted: title -> percent; and what head.pt holds."""
-    trains = args.cache or args.mlp or not args.knn
+def merge(path: Path, rows: Sequence[dict]) -> None:
+    """Add rows to the file {"rows": [...]}. A row replaces the one that differs from it in nothing
+    but its value. A kill at any moment leaves a whole file, old or new."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    merged = {json.dumps(row | {"value": None}): row for row in [*old, *rows]}
+    path.with_suffix(".tmp").write_text(json.dumps({"rows": list(merged.values())}, indent=1))
+    path.with_suffix(".tmp").replace(path)
+
+def make_rows(values: dict, name: str, classes: int | None, block: int) -> list:
+    """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
+    place = {"set": name, "classes": classes, "block": block}
+    return [place | {"measure": measure, "value": value} for measure, value in values.items()]
+
+def print_table(rows: Sequence[dict]) -> None:
+    """A line for each measure, a column for each encoder."""
+    table = {}
+    for row in rows:
+        title = f"{row['measure']} after block {row['block']}"
+        if row["classes"]:
+            title = f"{row['set']}, {row['classes']} classes: {row['measure']}"
+        table.setdefault(title, {})[row["encoder"]] = f"{row['value']:.4g}"
+    print(f"{'':48}   untrained     trained")
+    for title, values in table.items():
+        print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
+
+def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Path) -> tuple:
+    """Rows of 20-NN and, if wanted, of heads, on all sets but those of training; and what head.pt
+    holds of the best head. `log` gets a line for each epoch."""
+    trains = args.cache or args.mlp or not (args.knn or args.equivariance)
     cached = args.cache or "crops" not in sets
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # those with [CLS]
     train, train_labels = extract(encoder, sets["train"], blocks if cached else 1, args)
+    if train.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
+        train = train.half()
     tests = {name: extract(encoder, data, blocks, args) for name, data in sets.items()
              if name not in ("crops", "train")}
-    found = {}
-    chosen = {}
+
+    def batches(epoch: int, shares: list) -> Iterable:
+        if cached:
+            return ((train[rows].float(), train_labels[rows]) for rows in shares)
+        return encode(encoder, Seeded(sets["crops"], args.seed, epoch), blocks, args, shares)
+
+    kept = {}
     if trains:
         torch.manual_seed(args.seed)
         heads = Heads(len(args.lr), blocks * encoder.dim, len(classes), args.mlp).to(train.device)
-        table = lambda epoch: extract(encoder, sets["crops"], blocks, args, epoch)
-        if cached:
-            table = lambda epoch: (train, train_labels)
-        train_heads(heads, table, args)
-        heads.requires_grad_(False)
-        x, y = tests["val"]
-        top1 = [accuracy(logits, y, y.unique())[0] for logits in heads(x)]
-        best = top1.index(max(top1))     # Choice: on val, as the release
-        head = heads.heads[best]
-        chosen = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-                  "classes": list(classes), "blocks": blocks, "lr": args.lr[best]}
-        found["best rate"] = args.lr[best]
-    kind = f"{'MLP' if args.mlp else 'linear'} on {blocks} [CLS]"
+        best = train_heads(heads, batches, len(train), tests["val"], args, log)
+        head = heads[best].requires_grad_(False)
+        kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
+                "classes": list(classes), "blocks": blocks, "lr": args.lr[best]}
+    kind = "mlp" if args.mlp else "linear"
     last = slice(-encoder.dim, None)     # the features of the last block
-
+    rows = []
     for name, (x, y) in tests.items():
         # Choice: among all classes, and, as ImageNet-R's authors do, among those of the set.
-        for among in (torch.arange(len(classes)).to(y), y.unique()):
-            where = f"{name}, {len(among)} answers"
+        groups = [(torch.arange(len(classes)).to(y), slice(None))]
+        if len(y.unique()) < len(classes):
+            groups.append((y.unique(), torch.isin(train_labels, y)))
+        for among, near in groups:
+            values = {}
             if trains:
                 top1, top5 = accuracy(head(x), y, among)
-                found |= {f"{where}: {kind}, top-1 %": top1, f"{where}: {kind}, top-5 %": top5}
-            near = torch.isin(train_labels, among)
-            top1 = knn(train[:, last][near], train_labels[near], x[:, last], y)
-            found[f"{where}: 20-NN, top-1 %"] = top1
-    return found, chosen
+                values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
+            neighbours = train[near, last]
+            values["20-NN top-1 %"] = knn(neighbours, train_labels[near], x[:, last], y)
+            rows += make_rows(values, name, len(among), encoder.depth)
+    return rows, kept
 
-def compare(encoder: ViT, data: Dataset, layers: Sequence) -> dict:
-    """title -> the equivariance of 512 images, spread over `data`, after each of `layers`."""
+def compare(encoder: ViT, data: Dataset, layers: Sequence) -> list:
+    """Rows of the equivariance of 512 images, spread over `data`, after each of `layers`."""
     places = torch.linspace(0, len(data) - 1, min(512, len(data))).long().tolist()
     images = torch.stack([data[place][0] for place in places]).to(encoder.cls_token.device)
-    found = {}
-    for element in ("rot90", "hflip", "scale"):
+    rows = []
+    for element in ser.ELEMENTS:
         measured = equivariances(encoder, ser.normalise(images / 255), layers, element)
-        for layer, values in measured.items():
-            title = f"{element} after block {layer}"
-            found[f"{title}: cosine (A.2)"] = values["score"]
-            found[f"{title}: retrieval (chance {values['chance']:.5f})"] = values["retrieval"]
-    return found
+        for layer, found in measured.items():
+            values = {f"{element} cosine": found["score"],
+                      f"{element} retrieval": found["retrieval"]}
+            rows += make_rows(values, "val", None, layer)
+    return rows
 
-def evaluate(args: Namespace) -> dict:
-    """Evaluate a checkpoint, write and return the result: "rows", title -> encoder -> measure."""
+def evaluate(args: Namespace) -> list:
+    """Evaluate a checkpoint: print a table, then write its rows and the best linear head."""
     device = ser.setup()
-    path = Path(args.checkpoint)
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    encoders = {}
+    state, trained, path = load(args, "eval.json")
+    run = Namespace(**state["settings"])
+    classes, sets = load_sets(args, run.image_size)
+    encoders = {"trained": trained}
     if args.equivariance or not args.data:
-        encoders["untrained"] = ser.new_encoder(Namespace(**state["settings"])).eval()
-    encoders["trained"] = ser.load_encoder(path)
-    classes, sets = load_sets(args, state["settings"]["image_size"])
-    result = {"settings": vars(args), "rows": {}}
-    chosen = {}
+        encoders = {"untrained": ser.new_encoder(run).eval(), "trained": trained}
+    layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
+    rows = []
+    heads = {}
     for name, encoder in encoders.items():
         encoder.to(device)
-        found = {}
-        layers = range(1, encoder.depth + 1) if args.equivariance else [max(1, encoder.cls_layer)]
+        found = []
         if args.cache or args.mlp or args.knn or not args.equivariance:
-            found, chosen = probe(encoder, classes, sets, args)
+            found, heads[name] = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
         if "untrained" in encoders:
-            found |= compare(encoder, sets["val"], layers)
-        for title, value in found.items():
-            result["rows"].setdefault(title, {})[name] = float(f"{value:.4g}")
-
+            found += compare(encoder, sets["val"], layers)
+        step = state["step"] if name == "trained" else 0
+        rows += [row | {"encoder": name, "step": step, "settings": vars(args)} for row in found]
     if ser.ranks_and_rank()[1] == 0:
-        path.with_name("eval.json").write_text(json.dumps(result, indent=1))
-        if chosen and not args.mlp:
-            ser.save(path.with_name("head.pt"), **chosen)
-    return result
+        print_table(rows)
+        merge(path, rows)
+        if heads.get("trained") and not args.mlp:
+            name = "head-cache.pt" if args.cache else "head.pt"
+            ser.save(path.with_name(name), **heads["trained"], step=state["step"],
+                     encoder=fingerprint(trained), data=args.data, cache=args.cache)
+    return rows
 
 def main(argv: Sequence | None = None) -> None:
-    """Evaluate, and print a row for each measure."""
+    """Evaluate what a command line names."""
     parser = arguments()
-    if not parser.parse_known_args(argv)[0].data:     # for drawn images and two cores
+    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
         parser.set_defaults(batch_size=64, workers=0)
-    result = evaluate(parser.parse_args(argv))
-    if ser.ranks_and_rank()[1] == 0:
-        print(f"{result['settings']['checkpoint']:48}   untrained     trained")
-        for title, row in result["rows"].items():
-            print(f"{title:48}{row.get('untrained', '-'):>12}{row['trained']:>12}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    evaluate(parser.parse_args(argv))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 if __name__ == "__main__":
     main()

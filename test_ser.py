@@ -962,24 +962,30 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_weights_and_losses_in_fp32(folder
 # ==== 10. eval_linear.py (4.1, A.2) ===============================================================
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory):
-    """train/ and val/ of three classes, drawn images of 24 x 30 pixels; few/ of two of them."""
+    """train/, val/ and held/ of three classes, synthetic images of 24 x 30 pixels. few/ has two of
+    them, whose images have changed places: what is good on val is bad there."""
     root = tmp_path_factory.mktemp("tree")
-    for part, n in (("train", 11), ("val", 5), ("few", 7)):
+    for part, n in (("train", 11), ("val", 5), ("held", 6), ("few", 7)):
         images, labels = ser.synthetic_images(6 * n, 30, seed=n)
         for i, label in enumerate(labels.tolist()):
             if label in (0, 2) or (label == 1 and part != "few"):
-                path = root / part / f"class{label}" / f"{i:03}.png"
+                shown = 2 - label if part == "few" else label
+                path = root / part / f"class{shown}" / f"{i:03}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 TF.to_pil_image(images[i, :, :24]).save(path)
     return root
 
+def write_checkpoint(folder, **changes):
+    """A checkpoint of a shaken encoder; returns its path."""
+    args = toy(**changes)
+    weights = shake(ser.new_encoder(args)).state_dict()
+    ser.save(folder / "last.pt", step=7, settings=vars(args), encoder=weights)
+    return folder / "last.pt"
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """Of an encoder with five blocks after [CLS], of which the last four are read."""
-    args = toy(depth=6)
-    weights = shake(ser.new_encoder(args)).state_dict()
-    ser.save(tmp_path / "last.pt", step=7, settings=vars(args), encoder=weights)
-    return tmp_path / "last.pt"
+    return write_checkpoint(tmp_path, depth=6)
 
 def eval_args(tree, checkpoint, *flags):
     argv = ["--data", tree, "--checkpoint", checkpoint, "--test", f"few={tree}/few", "--workers", 0,
@@ -998,7 +1004,7 @@ def plain_centre(image):
     return TF.center_crop(resized, 16)
 
 def plain_crop(image, *key):
-    """torchvision's RandomResizedCrop and flip, drawn by the key."""
+    """torchvision's RandomResizedCrop and flip, seeded by the key."""
     torch.manual_seed(ser.rng("eval", *key).initial_seed())
     box = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
     part = v2.functional.resized_crop(image, *box, [16, 16])     # rounds by version
@@ -1013,17 +1019,23 @@ def plain_features(encoder, images):
     return torch.cat([encoder.norm(t[:, 0]) for t in found], dim=1)
 
 def plain_training(head, tables, lr, batch):
-    """One head by torch's own tools: SGD with momentum .9 and a cosine over all steps."""
-    optimizer = torch.optim.SGD(head.parameters(), lr * batch / 256, momentum=0.9)
-    steps = len(tables) * (len(tables[0][1]) // batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    """One head by torch's own tools: SGD with momentum .9 and a cosine over all steps. Returns the
+    mean loss of the last epoch."""
+    optimizer = torch.optim.SGD(head.parameters(), momentum=0.9)
+    steps = len(tables[0][1]) // batch
     for epoch, (x, y) in enumerate(tables):
         order = torch.randperm(len(y), generator=ser.rng(0, "eval", epoch))
-        for rows in order[:len(y) // batch * batch].split(batch):
+        losses = []
+        for step in range(steps):
+            rows = order[step * batch:][:batch]
+            progress = (epoch * steps + step) / (len(tables) * steps)
+            optimizer.param_groups[0]["lr"] = lr * batch / 512 * (1 + math.cos(math.pi * progress))
+            loss = F.cross_entropy(head(x[rows]), y[rows])
             optimizer.zero_grad()
-            F.cross_entropy(head(x[rows]), y[rows]).backward()
+            loss.backward()
             optimizer.step()
-            schedule.step()
+            losses.append(loss.item())
+    return sum(losses) / steps
 
 def plain_knn(train, labels, test, truth, k):
     """Percent of right votes, by a loop over test images and their neighbours."""
@@ -1037,21 +1049,22 @@ def plain_knn(train, labels, test, truth, k):
         right += max(votes, key=votes.get) == y
     return 100 * right / len(truth)
 
-def row_of(rows, *words):
-    """The row of the table whose title has these words."""
-    row, = [row for title, row in rows.items() if all(word in title for word in words)]
-    return row
+def value_of(rows, **keys):
+    """The value of the only row with these keys."""
+    row, = [row for row in rows if all(row[key] == value for key, value in keys.items())]
+    return row["value"]
 
 def top1(logits, labels):
     return 100 * (logits.argmax(1) == labels).double().mean().item()
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint):
-    """4.1, from files to the table and to head.pt: centre crops of val, random crops of train that
-    (seed, epoch, index) determine (or centre crops, cached), features, training, the choice on val,
-    a test set among its own classes and among all, 20-NN by the last block."""
-    args = eval_args(tree, checkpoint, *["--cache"] * cached)
-    rows = eval_linear.evaluate(args)["rows"]
+    """4.1, from files to rows and to head.pt: centre crops of val (or of --val), random crops of
+    train that (seed, epoch, index) determine (or centre crops, with --cache), features, training,
+    the choice on val, a test set among its own classes and among all, 20-NN by the last block."""
+    flags = ["--cache", "--val", tree / "held"] if cached else []
+    args = eval_args(tree, checkpoint, *flags)
+    rows = eval_linear.evaluate(args)
     encoder = ser.load_encoder(checkpoint)
     images, labels = plain_split(tree / "train")
     centres = plain_features(encoder, [plain_centre(image) for image in images])
@@ -1060,35 +1073,44 @@ def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint)
         crops = [plain_crop(image, 0, epoch, i) for i, image in enumerate(images)]
         tables.append((centres if cached else plain_features(encoder, crops), labels))
     sets = {}
-    for name in ("val", "few"):
-        tests, truth = plain_split(tree / name)
+    for name, folder in (("val", "held" if cached else "val"), ("few", "few")):
+        tests, truth = plain_split(tree / folder)
         sets[name] = (plain_features(encoder, [plain_centre(image) for image in tests]), truth)
+    x, y = sets["val"]
+    x_few, y_few = sets["few"]
     trained = []
     for lr in args.lr:
         torch.manual_seed(0)
-        head = eval_linear.Heads(1, 64, 3).heads[0]
+        head = eval_linear.Heads(1, 64, 3)[0]
         assert abs(head[0].weight.std() - 0.01) < 2e-3 and head[0].bias.eq(0).all()
-        plain_training(head, tables, lr, 8)
-        trained.append(head.requires_grad_(False)[0])
-    x, y = sets["val"]
-    best = max(trained, key=lambda head: top1(head(x), y))
-    kept = torch.load(checkpoint.with_name("head.pt"), weights_only=True)
-    close([kept["weight"], kept["bias"]], [best.weight, best.bias], 1e-4)
-    assert kept["blocks"] == 4
-    assert kept["classes"] == ["class0", "class1", "class2"]
+        loss = plain_training(head, tables, lr, 8)
+        head.requires_grad_(False)
+        trained.append((top1(head(x), y), top1(head(x_few), y_few), lr, loss, head[0]))
+    accuracy, _, lr, loss, best = max(trained, key=lambda one: one[0])
+    assert max(trained, key=lambda one: one[1])[2] != lr     # few would choose another
+    kept = torch.load(checkpoint.with_name("head-cache.pt" if cached else "head.pt"))
+    close([kept.pop("weight"), kept.pop("bias")], [best.weight, best.bias], 1e-4)
+    assert kept == dict(classes=["class0", "class1", "class2"], blocks=4, lr=lr, step=7,
+                        encoder=eval_linear.fingerprint(encoder), data=str(tree), cache=cached)
+    lines = checkpoint.with_name("eval.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[-1]) == pytest.approx(
+        {"epoch": 2, "loss": loss, "val top-1 %": accuracy, "lr": lr}, rel=1e-4)
     only = torch.tensor([0.0, -torch.inf, 0.0])     # the classes of few
     near = labels != 1
-    x_few, y_few = sets["few"]
     voted = plain_knn(centres[:, -16:], labels, x[:, -16:], y, 20)
     voted_few = plain_knn(centres[near, -16:], labels[near], x_few[:, -16:], y_few, 20)
-    for wanted, *words in ((top1(best(x), y), "linear", "top-1", "val, 3 answers"),
-                           (top1(best(x_few), y_few), "linear", "top-1", "few, 3 answers"),
-                           (top1(best(x_few) + only, y_few), "linear", "top-1", "few, 2 answers"),
-                           (voted, "20-NN", "val, 3"), (voted_few, "20-NN", "few, 2")):
-        assert row_of(rows, *words) == {"trained": pytest.approx(wanted, abs=0.01)}, words
+    for name, classes, measure, wanted in (
+            ("val", 3, "linear top-1 %", top1(best(x), y)),
+            ("few", 3, "linear top-1 %", top1(best(x_few), y_few)),
+            ("few", 2, "linear top-1 %", top1(best(x_few) + only, y_few)),
+            ("val", 3, "20-NN top-1 %", voted), ("few", 2, "20-NN top-1 %", voted_few)):
+        found = value_of(rows, set=name, classes=classes, measure=measure, block=6, step=7)
+        assert found == pytest.approx(wanted, abs=0.01), (name, classes, measure)
+    assert len(rows) == 9     # val once, few twice
 
 @pytest.mark.parametrize("mlp", [False, True])
-def test_all_rates_at_once_train_each_head_as_if_it_were_alone(mlp):
+def test_all_rates_at_once_train_each_head_as_if_it_were_alone(mlp, tmp_path):
     """Linear heads and MLPs, over two epochs with features of their own."""
     tables = []
     for epoch in range(2):
@@ -1096,10 +1118,15 @@ def test_all_rates_at_once_train_each_head_as_if_it_were_alone(mlp):
         tables.append((torch.randn(21, 5, generator=seeded(epoch)), y))
     args = ser.Namespace(lr=[0.5, 8.0, 30.0], epochs=2, batch_size=6, seed=0)
     heads = eval_linear.Heads(3, 5, 3, mlp)
-    alone = copy.deepcopy(heads.heads)
+    alone = copy.deepcopy(heads)
     assert len(alone[0]) == (5 if mlp else 1)
-    eval_linear.train_heads(heads, tables.__getitem__, args)
-    for lr, ours, theirs in zip(args.lr, heads.heads, alone):
+
+    def batches(epoch, shares):
+        x, y = tables[epoch]
+        return ((x[rows], y[rows]) for rows in shares)
+
+    eval_linear.train_heads(heads, batches, 21, tables[0], args, tmp_path / "eval.jsonl")
+    for lr, ours, theirs in zip(args.lr, heads, alone):
         plain_training(theirs, tables, lr, 6)
         close(ours.state_dict(), theirs.state_dict())
 
@@ -1163,30 +1190,100 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer):
 
 def eval_rank(rank, ranks, out, tree):
     if rank > 0:     # only rank 0 writes
-        ser.save = lambda *_, **__: os._exit(3)
-    args = eval_args(tree, Path(out, "last.pt"))
-    return eval_linear.evaluate(args)["rows"]
+        ser.save = eval_linear.merge = lambda *_, **__: os._exit(3)
+    return eval_linear.evaluate(eval_args(tree, Path(out, "last.pt")))
 
 def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
-    """Of 15 images of val none is counted twice; the heads are the same."""
+    """Each encodes half of a batch of crops, and of val's 15 images; the heads are the same."""
     wanted = eval_rank(0, 1, tmp_path, tree)
     head = torch.load(tmp_path / "head.pt")
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
     assert first == second == wanted
     close(torch.load(tmp_path / "head.pt")["weight"], head["weight"], 1e-4)
 
-def test_without_data_the_script_prints_untrained_and_trained(checkpoint, monkeypatch, capsys):
-    """On fewer drawn images than it has; eval.json holds the table."""
-    draw = ser.synthetic_images
-    monkeypatch.setattr(ser, "synthetic_images", lambda n, size, seed: draw(n // 32, size, seed))
-    eval_linear.main(["--checkpoint", str(checkpoint), "--epochs", "1"])
+def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp_path, capsys):
+    """With one block after [CLS]. 20-NN and equivariance of both encoders; head.pt is the trained
+    one's; equivariance is that of 512 normalised images, spread over val."""
+    path = write_checkpoint(tmp_path, image_size=8, depth=2)
+    eval_linear.main(["--checkpoint", str(path), "--epochs", "1"])
+    rows = json.loads(path.with_name("eval.json").read_text())["rows"]
     table = capsys.readouterr().out
-    result = json.loads(checkpoint.with_name("eval.json").read_text())
-    assert checkpoint.with_name("head.pt").exists()
-    for words in (["linear", "top-1"], ["20-NN"], ["rot90 after block 1", "retrieval"],
-                  ["hflip after block 1", "retrieval"], ["scale after block 1", "cosine"]):
-        row = row_of(result["rows"], *words)
-        assert re.search(rf"{row['untrained']} +{row['trained']}\n", table)
+    trained = ser.load_encoder(path)
+    untrained = ser.new_encoder(toy(image_size=8, depth=2)).eval()
+    train, train_labels = ser.synthetic_images(2048, 8, seed=101)
+    val, labels = ser.synthetic_images(1000, 8, seed=102)
+    spread = torch.linspace(0, 999, 512).long()
+    for name, encoder in (("untrained", untrained), ("trained", trained)):
+        features = eval_linear.cls_features(encoder, val, 1)
+        near = eval_linear.knn(eval_linear.cls_features(encoder, train, 1), train_labels, features, labels)
+        wanted = {"20-NN top-1 %": near}
+        for element in ser.ELEMENTS:
+            x = ser.normalise(val[spread] / 255)
+            found = eval_linear.equivariances(encoder, x, [1], element)[1]
+            wanted |= {f"{element} cosine": found["score"], f"{element} retrieval": found["retrieval"]}
+        for measure, value in wanted.items():
+            found = value_of(rows, measure=measure, encoder=name)
+            assert found == pytest.approx(value, abs=1e-4), (measure, name)
+            assert f"{found:.4g}" in table
+    head = torch.load(path.with_name("head.pt"))
+    assert head["encoder"] == eval_linear.fingerprint(trained)
+    right = top1(F.linear(features, head["weight"], head["bias"]), labels)
+    assert value_of(rows, measure="linear top-1 %", encoder="trained") == pytest.approx(right)
+
+@pytest.mark.parametrize("flags, heads, neighbours, blocks", [
+    ("--knn", "", True, 0), ("--equivariance", "", False, 6), ("--mlp", "mlp", True, 0),
+    ("--equivariance --cache", "linear", True, 6)])
+def test_flags_choose_what_is_measured(flags, heads, neighbours, blocks, tree, checkpoint):
+    rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
+    measures = {row["measure"] for row in rows}
+    assert {measure.split()[0] for measure in measures if " top-" in measure} == (
+        {heads, "20-NN"} - {"" if neighbours else "20-NN"} - {""})
+    assert {row["block"] for row in rows if row["classes"] is None} == set(range(1, blocks + 1))
+    assert {row["encoder"] for row in rows} == {"trained", *["untrained"] * (blocks > 0)}
+
+def test_results_of_other_settings_stay(tree, checkpoint):
+    """A cached head and an MLP replace no linear head of the protocol; the same command replaces
+    its own rows alone."""
+    first = eval_linear.evaluate(eval_args(tree, checkpoint))
+    head = checkpoint.with_name("head.pt").read_bytes()
+    other = [*eval_linear.evaluate(eval_args(tree, checkpoint, "--mlp")),
+             *eval_linear.evaluate(eval_args(tree, checkpoint, "--cache"))]
+    assert checkpoint.with_name("head.pt").read_bytes() == head
+    eval_linear.evaluate(eval_args(tree, checkpoint))
+    rows = json.loads(checkpoint.with_name("eval.json").read_text())["rows"]
+    assert rows == json.loads(json.dumps(first + other))
+
+def test_merge_replaces_the_row_that_differs_in_its_value_alone(tmp_path):
+    path = tmp_path / "eval.json"
+    eval_linear.merge(path, [{"set": "val", "value": 1.0, "settings": {"lr": (1, 2)}}])
+    eval_linear.merge(path, [{"set": "val", "value": 2.0, "settings": {"lr": (1, 3)}}])
+    eval_linear.merge(path, [{"set": "val", "value": 3.0, "settings": {"lr": [1, 2]}}])
+    rows = json.loads(path.read_text())["rows"]
+    assert sorted((row["value"], row["settings"]["lr"]) for row in rows) == [(2.0, [1, 3]), (3.0, [1, 2])]
+
+def test_what_cannot_be_evaluated_or_written_is_refused_before_the_work(
+        tree, checkpoint, tmp_path, monkeypatch):
+    """--data without --checkpoint, a run on files without --data, a folder that is not ours."""
+    monkeypatch.setattr(eval_linear, "load_sets", lambda *_: pytest.fail("it began"))
+    of_files = write_checkpoint(tmp_path, data=tree, depth=6)
+    locked = tmp_path / "locked"
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != locked and writable(path, mode))
+    for argv in (["--data", str(tree)], ["--checkpoint", str(of_files)],
+                 ["--data", str(tree), "--checkpoint", str(of_files), "--out", str(locked)]):
+        with pytest.raises(SystemExit) as error:
+            eval_linear.main(argv)
+        assert isinstance(error.value.code, str)
+
+def test_an_evaluation_prints_before_it_writes(tree, checkpoint, monkeypatch, capsys):
+    """And where the best rate is the end of the list, it says so."""
+    def full(*_):
+        raise OSError("disk full")
+    monkeypatch.setattr(eval_linear, "merge", full)
+    with pytest.raises(OSError, match="disk full"):
+        eval_linear.evaluate(eval_args(tree, checkpoint))
+    printed = capsys.readouterr().out
+    assert "20-NN" in printed and "--lr" in printed
 
 # ==== 11. README.md ===============================================================================
 def test_the_python_blocks_of_the_readme_run(whole_run, tmp_path, monkeypatch):
