@@ -1,21 +1,19 @@
 """Linear probe on 3DIEBench: the last column of the paper's Table 1.
 
-    torchrun --nproc_per_node=8 -m paper.evaluations.bench3die --data 3DIEBench
-    python -m paper.evaluations.bench3die --data 3DIEBench --views 5 --checkpoint runs/ser/last.pt
+    curl -LO https://github.com/facebookresearch/SIE/raw/HEAD/data/val_images.npy
+    python -m paper.evaluations.bench3die --data 3DIEBench --checkpoint runs/main/last.pt
 
-Data (Garrido et al. 2023, 17 GB): DATA/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of
-each of 52,472 objects of 55 classes. Which objects are validated on is not in the download: it is
-val_images.npy of the authors' repository (github.com/facebookresearch/SIE, data/), a list of
-"/SYNSET/OBJECT/"; all others are trained on. Writes bench3die.json beside the checkpoint.
+With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data are 17 GB of
+Garrido et al. 2023: 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each of
+52,472 objects of 55 classes. val_images.npy of their repository (--split) lists the objects to
+validate on, as "/SYNSET/OBJECT/"; all others are trained on. Results are added to bench3die.json
+beside the checkpoint, or in --out.
 
 Paper: "linear probing on its 2D renderings"; the parameters of the renderings are not used. It
-leaves open the split, the views, the crops and the training. Here the protocol is that of ImageNet
-(eval_linear.py, with its flags but --val, --test and --equivariance). A constant
-guess of the largest class is right on 16% of val.
+leaves open the split, the views, the crops and the training. Here the protocol is that of ImageNet:
+eval_linear.py with all its flags; --val, --test and --equivariance do nothing. A constant guess of
+the largest class is right on 16% of val.
 """
-from __future__ import annotations
-
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Sequence
@@ -28,6 +26,7 @@ from torchvision.transforms import v2
 
 import eval_linear
 import ser
+from paper.evaluations import write
 
 PAPER = {     # top-1 and top-5, percent (Table 1)
     "MoCo-v3": (68.43, 91.96), "MoCo-v3 + AugSelf": (64.97, 90.73),
@@ -35,7 +34,7 @@ PAPER = {     # top-1 and top-5, percent (Table 1)
     "MoCo-v3 + SER (2+4 views)": (70.91, 93.15)}
 
 class Renderings(Dataset):
-    """Index -> rendering (3, S, S) uint8 and label. items: folder, views to draw from, label."""
+    """Index -> rendering (3, S, S) uint8 and label. items: folder, views to sample from, label."""
     def __init__(self, items: Sequence[tuple[Path, range, int]], size: int):
         self.items = items
         # Choice: no crop, as the authors (who keep 256 pixels): the object is centred. Normalised
@@ -63,28 +62,30 @@ def load_sets(args: Namespace, size: int) -> tuple[list[str], dict[str, Dataset]
                 # Choice: one of the 50 in an epoch, as the authors do; no flip.
                 items["crops"].append((folder, range(50), label))
                 items["train"].append((folder, range(1), label))
-    return classes, {name: Renderings(found, size) for name, found in items.items()}
+    return classes, {name: Renderings(listed, size) for name, listed in items.items()}
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train and score the heads, print and write the result."""
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line."""
     parser = eval_linear.arguments()
     parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    # Choice: all, so that the result is no draw; the authors draw one whenever they validate.
+    # Choice: all, so that the result is no sample; the authors sample one in every validation.
     parser.add_argument("--views", type=int, default=50, help="of each validation object")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+def main(argv: list[str] | None = None) -> None:
+    """Train and score the heads, print and write the result."""
+    args = settings(argv)
     device = ser.setup()
-    encoder = ser.load_encoder(args.checkpoint).to(device)
-    classes, sets = load_sets(args, encoder.grid * encoder.patch_size)
-    found, _ = eval_linear.probe(encoder, classes, sets, args)
+    state, encoder, path = eval_linear.load(args, "bench3die.json")
+    classes, sets = load_sets(args, state["settings"]["image_size"])
+    encoder.to(device)
+    rows, _ = eval_linear.probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
     if ser.ranks_and_rank()[1] == 0:
-        result = json.dumps({"settings": vars(args), "rows": found}, indent=1)
-        Path(args.checkpoint).with_name("bench3die.json").write_text(result)
-        for title, value in found.items():
-            print(f"{title:48}{value:8.2f}")
-        if len(classes) != 55:
-            print(f"{len(classes)} classes, not 55: the paper's rows are of another task")
+        eval_linear.print_table([row | {"encoder": "trained"} for row in rows])
+        print(f"{len(classes)} classes (the paper's rows: 55 classes)")
         for name, (top1, top5) in PAPER.items():
             print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")
+        write(path, rows, args, state["step"])
 
 if __name__ == "__main__":
     main()

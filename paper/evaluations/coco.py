@@ -1,23 +1,22 @@
 """Detection on COCO with a frozen encoder: the COCO table of the paper's appendix (A.3).
 
-    torchrun --nproc_per_node=8 -m paper.evaluations.coco --data /coco --checkpoint runs/ser/last.pt
+    python -m paper.evaluations.coco --data /coco --checkpoint runs/main/last.pt
 
-/coco is COCO 2017 as it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and
-val2017/. Writes coco.json beside the checkpoint.
+With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. /coco is COCO 2017 as
+it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Results are
+added to coco.json beside the checkpoint, or in --out. Every --save-every steps add a line to
+coco.jsonl and save coco.pt, from where the same command goes on.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
 size of the images, the optimizer and the augmentation. Each is a flag or has a `# Choice:` below:
 torchvision's Faster R-CNN, on the simple feature pyramid of ViTDet (Li et al. 2022) over the map of
-the last block. Numbers of another detector do not compare; those of two encoders on this one do.
+the last block. Results of another detector do not compare; those of two encoders on this one do.
 """
-from __future__ import annotations
-
-import json
 import math
+import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +28,27 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+import eval_linear
 import ser
+from paper.evaluations import write
 
 PAPER = {     # AP, AP50, AP75 (appendix A.3)
     "MoCo-v3": (0.225, 0.404, 0.222), "MoCo-v3 + AugSelf": (0.197, 0.359, 0.192),
     "MoCo-v3 + STL": (0.221, 0.400, 0.218), "MoCo-v3 + SER": (0.242, 0.428, 0.244)}
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--data", required=True, help="folder of COCO 2017: annotations, train2017, val2017")
-    add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run of any method")
+    add("--checkpoint", required=True, help="last.pt of a run of any method")
+    add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--iterations", type=int, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=int, default=32, help="images per step, over all ranks (paper: 32)")
-    add("--lr", type=float, default=1e-4, help="of AdamW, not scaled (ViTDet: 1e-4, 64 images)")
+    add("--base-lr", type=float, default=1e-4, help="of AdamW, never scaled (ViTDet: 64 images)")
     add("--size", type=int, default=800, help="shorter side of an image, pixels (usually 800)")
-    add("--seed", type=int, default=0, help="seed of new weights and of every random draw")
+    add("--save-every", type=int, default=1000, help="steps between checkpoints and log lines")
+    add("--seed", type=int, default=0, help="seed of new weights, order, flips and proposals")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser.parse_args(argv)
 
@@ -102,9 +105,8 @@ def photos(args: Namespace, name: str, train: bool) -> Dataset:
     """The images of "train2017" or "val2017", ordered by id: index -> (3, h, w) in [0, 1], and its
     "image_id". Those to train on have "boxes", (n, 4) of left, top, right and bottom in pixels of
     the stored image (no turn by EXIF), and "labels", (n,) of COCO's ids, 1..90 with gaps."""
-    transforms = v2.Compose([     # Choice: flips are the only augmentation
-        v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.ClampBoundingBoxes(),
-        v2.RandomHorizontalFlip(0.5 if train else 0.0)])
+    transforms = v2.Compose([
+        v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.ClampBoundingBoxes()])
     index = Path(args.data, "annotations", f"instances_{name}.json")
     data = CocoDetection(Path(args.data, name), index, transforms=transforms)
     if train:
@@ -118,36 +120,53 @@ def photos(args: Namespace, name: str, train: bool) -> Dataset:
 def lr_at(step: int, args: Namespace) -> float:
     """Linear warmup, then a tenth from 2/3 of the steps on and a hundredth from 8/9 on."""
     # Choice: 1k, 30k and 40k of 45k; Detectron2's usual schedule of 90k steps has 1k, 60k and 80k.
-    rate = args.lr * min(1.0, (step + 1) / (args.iterations / 45))
+    rate = args.base_lr * min(1.0, (step + 1) / (args.iterations / 45))
     for share in (2 / 3, 8 / 9):
         if step >= round(share * args.iterations):
             rate = rate / 10
     return rate
 
-def train(model: FasterRCNN, data: Dataset, device: torch.device, args: Namespace) -> None:
-    """Train all but the encoder, for args.iterations steps. Each epoch has its own order."""
+def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None:
+    """Train all but the encoder, from the checkpoint at `path` on if there is one. Each epoch has
+    its own order."""
     ranks, rank = ser.ranks_and_rank()
-    n = args.iterations * args.batch_size
-    orders = [torch.randperm(len(data), generator=ser.rng(args.seed, "coco", epoch))
-              for epoch in range(math.ceil(n / len(data)))]
-    order = torch.cat(orders)[:n].view(args.iterations, ranks, -1)
-    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    device = next(model.parameters()).device
     # Choice: ViTDet's AdamW, whose weight decay is that of norms and biases, too.
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
-    bar = tqdm(DataLoader(data, batch_sampler=order[:, rank].tolist(), collate_fn=list,
-                          num_workers=args.workers), disable=rank > 0)
-    for step, batch in enumerate(bar):
+    encoder = eval_linear.fingerprint(model.backbone.encoder)
+    settings = vars(args) | {"checkpoint": encoder, "images": len(data), "ranks": ranks}
+    start = ser.resume(path, settings, model, optimizer) if path.exists() else 0
+    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    n = args.iterations * args.batch_size
+    orders = [torch.randperm(len(data), generator=ser.rng(args.seed, "coco", epoch))
+              for epoch in range(math.ceil(n / len(data)))]
+    order = torch.cat(orders)[:n].view(args.iterations, -1)[start:, rank::ranks]
+    loader = DataLoader(data, batch_sampler=order.tolist(), collate_fn=list,
+                        num_workers=args.workers)
+    flip = v2.RandomHorizontalFlip()     # Choice: flips are the only augmentation
+    log = open(os.devnull if rank > 0 else path.with_suffix(".jsonl"), "a", buffering=1)
+    bar = tqdm(total=n, initial=start * args.batch_size, unit=" images", disable=rank > 0)
+    for step, batch in enumerate(loader, start):
+        # Flips, and the proposals that torchvision trains on, are sampled from this seed.
+        torch.manual_seed(ser.rng(args.seed, "coco", step, rank).initial_seed())
+        batch = [flip(image, target) for image, target in batch]
         images = [image.to(device) for image, _ in batch]
         targets = [{"boxes": target["boxes"].float().to(device),
                     "labels": target["labels"].to(device)} for _, target in batch]
-        loss = sum(parallel(images, targets).values())     # of the RPN and of the boxes, four
+        losses = parallel(images, targets)     # of the RPN and of the boxes, four
+        loss = sum(losses.values())
         optimizer.zero_grad()
         loss.backward()
         optimizer.param_groups[0]["lr"] = lr_at(step, args)
         optimizer.step()
-        if step % 20 == 0:
-            bar.set_postfix(loss=loss.item())
+        bar.update(args.batch_size)
+        done = step + 1
+        if done % args.save_every == 0 or done == args.iterations:
+            ser.record(log, bar, done, {"loss": loss, **losses}, lr_at(step, args))
+            if rank == 0:
+                ser.save(path, step=done, settings=settings, model=model.state_dict(),
+                         optimizer=optimizer.state_dict())
 
 @torch.no_grad()
 def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Namespace) -> dict:
@@ -156,7 +175,7 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
     from pycocotools.cocoeval import COCOeval
     ranks, rank = ser.ranks_and_rank()
     own = Subset(data, range(rank, len(data), ranks))
-    found = []
+    results = []
     # One image at a time: torchvision pads a batch to its largest image, tokens attend to the
     # padding too, and the result would depend on an image's neighbours.
     for image, truth in tqdm(DataLoader(own, None, num_workers=args.workers), disable=rank > 0):
@@ -164,37 +183,37 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
         output["boxes"][:, 2:] -= output["boxes"][:, :2]     # now left, top, width and height
         columns = [output[name].tolist() for name in ("boxes", "labels", "scores")]
         for box, label, score in zip(*columns):
-            found.append(dict(image_id=truth["image_id"], category_id=label, bbox=box, score=score))
+            results.append({"image_id": truth["image_id"], "category_id": label, "bbox": box,
+                            "score": score})
     if ranks > 1:
-        parts = [found] * ranks
-        torch.distributed.all_gather_object(parts, found)
-        found = sum(parts, [])
-    if not found:     # which loadRes refuses
+        parts = [results] * ranks
+        torch.distributed.all_gather_object(parts, results)
+        results = sum(parts, [])
+    if not results:     # which loadRes refuses
         return {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
-    evaluation = COCOeval(data.coco, data.coco.loadRes(found), "bbox")
+    evaluation = COCOeval(data.coco, data.coco.loadRes(results), "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
     return dict(zip(("AP", "AP50", "AP75"), evaluation.stats.tolist()))
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train the detector, measure its AP, print and write it."""
+def main(argv: list[str] | None = None) -> None:
+    """Train the detector, or go on with it; measure its AP, print and write it."""
     args = settings(argv)
     device = ser.setup()
-    path = Path(args.checkpoint)
+    state, encoder, path = eval_linear.load(args, "coco.json")
     learned = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
-    model = detector(ser.load_encoder(path), max(val.coco.cats) + 1, args).to(device)
-    train(model.train(), learned, device, args)
-    found = precision(model.eval(), val, device, args)
+    model = detector(encoder, max(val.coco.cats) + 1, args).to(device)
+    train(model.train(), learned, args, path.with_suffix(".pt"))
+    results = precision(model.eval(), val, device, args)
     if ser.ranks_and_rank()[1] == 0:
-        result = json.dumps(found | {"settings": vars(args)}, indent=1)
-        path.with_name("coco.json").write_text(result)
-        if (args.iterations, args.batch_size, len(val)) != (45000, 32, 5000):
-            print(f"{args.iterations} steps of {args.batch_size} images, {len(val)} of val: the "
-                  "paper's rows are of another task: 45000 of 32, 5000")
-        for name, values in {"here": found.values(), **PAPER}.items():
+        print(f"{args.iterations} steps of {args.batch_size} images; {len(val)} images of val "
+              "(the paper's rows: 45000 steps of 32 images; 5000 images)")
+        for name, values in {"here": results.values(), **PAPER}.items():
             print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
+        rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), encoder.depth)
+        write(path, rows, args, state["step"])
 
 if __name__ == "__main__":
     main()

@@ -3,35 +3,35 @@
 Ours. L_equiv (3.3) pulls the tokens of one place in x and in rho_g(x) together, away from other
 images. Are they also nearest among those of their own image? Green lines end at the right token.
 
-    python -m paper.evaluations.correspondence --data PHOTOS --checkpoint runs/{control,ser}/last.pt
+    python -m paper.evaluations.correspondence --data FOLDER --checkpoint runs/{moco,main}/last.pt
 
-Prints the share of right tokens over 64 images, and draws turns of two in correspondence.png.
+Prints the share of right tokens over 64 images of FOLDER. A picture of two of them and their turned
+copies is written beside the first checkpoint, or in --out; other settings have one of their own.
 """
-from __future__ import annotations
-
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+import eval_linear
 import ser
-from eval_linear import eval_transform
+from paper.evaluations import picture
 from paper.evaluations.tsne import load_encoders
 
-def settings(argv=None) -> Namespace:
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", required=True, help="folder of photographs, any depth")
-    add("--checkpoint", nargs="+", default=["runs/ser/last.pt"], help="last.pt of one or more runs")
+    add("--checkpoint", nargs="+", required=True, help="last.pt of one or more runs")
     add("--label", nargs="+", help="their names; none: their paths")
+    add("--out", default="", help="folder of the results; none: that of the first checkpoint")
     # Choice: tokens are compared after the block that L_equiv regularised, before its projector.
-    add("--layer", type=int, default=3, help="compared after this block")
+    add("--layer", type=int, help="block; none: of L_equiv, or of [CLS], in the first checkpoint")
     return parser.parse_args(argv)
 
-def draw_element(name: str, index: int, grid: int) -> ser.Geometry:
+def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
     """The element of G for image `index`: a turn by 90 to 270 degrees, a flip, a scaling."""
     g = ser.sample_geometry(1, grid, [name], ser.rng(name, index))
     if name == "rot90":
@@ -68,8 +68,8 @@ def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple
     right = (away.abs() <= 0.5001).all(1)
     return copy[0].clamp(0, 1), torch.stack([start, end], dim=1), right
 
-def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
-    """An image, its turned copy at the right, and lines that join 40 tokens to those they found."""
+def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
+    """An image, its turned copy at the right, and lines from 40 tokens to their most similar."""
     side = image.shape[2]
     left = side + side // 10     # of the copy
     gap = torch.ones(3, side, left - side)
@@ -83,28 +83,30 @@ def draw_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
-    """Measure; draw the turns of two images, a column for each encoder."""
+    """Measure; plot the turns of two images, a column for each encoder; print and write."""
     from matplotlib.figure import Figure
-    encoders = load_encoders(args)
+    encoders, run, path = load_encoders(args, "correspondence.png")
+    if args.layer is None:
+        args.layer = run["equiv_layers"][0] if run["equiv_layers"] else run["cls_layer"]
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
-    paths = ser.list_images(args.data)
-    stride = max(1, len(paths) // 64)
-    paths = paths[::stride][:64]
+    photos = ser.list_images(args.data)
+    photos = photos[::max(1, len(photos) // 64)][:64]
     columns = figure.subplots(2, len(encoders)).T
-    for column, (label, encoder) in zip(columns, encoders.items()):
-        whole = eval_transform(encoder.grid * encoder.patch_size)
-        images = [whole(ser.read_image(path)) / 255 for path in paths]
-        for name in ("rot90", "hflip", "scale"):
-            elements = [draw_element(name, index, encoder.grid) for index in range(len(images))]
-            found = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
-            share = torch.stack([right for _, _, right in found]).float().mean()
-            title = f"{label}, {name}: {100 * share:.1f} % right"
+    for column, (label, _, encoder) in zip(columns, encoders):
+        centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
+        images = [centre_crop(ser.read_image(photo)) / 255 for photo in photos]
+        for name in ser.ELEMENTS:
+            elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
+            results = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
+            share = 100 * torch.stack([right for _, _, right in results]).float().mean()
+            title = f"{label}, {name}: {share:.1f} % right"
             print(title)
             if name == "rot90":
                 column[0].set_title(title)
                 for panel, index in zip(column, (0, len(images) // 2)):
-                    draw_panel(panel, images[index], *found[index])
-    figure.savefig(Path(args.checkpoint[0]).with_name("correspondence.png"))
+                    plot_panel(panel, images[index], *results[index])
+    figure.savefig(picture(path, args))
+    print(f"tokens after block {args.layer}; {picture(path, args)}")
 
 if __name__ == "__main__":
     compare(settings())

@@ -1,17 +1,18 @@
 """Full fine-tuning on ImageNet-1k: the last columns of the paper's table of nonlinear evaluations.
 
-    torchrun --nproc_per_node=8 -m paper.evaluations.finetune --data /imagenet     Table 3, SER
-    python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0    drawn images
+    python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
+    python -m paper.evaluations.finetune        # runs/ser/last.pt, on synthetic images: 2 minutes
 
-Writes finetune.json beside the checkpoint, and finetune.pt, whose encoder other scripts evaluate.
-Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3, far below the 81.4 of 300 epochs of
-pre-training and 150 of strong augmentation, speaks for a short, plain recipe. Hence AdamW with a
-layer-wise decay of the learning rate, warmup and cosine, stochastic depth and label smoothing, and
-the random crops and flips of the linear probe. Axes: B images, C classes, S side of an image.
+With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. Results are added to
+finetune.json beside the checkpoint, or in --out. Each epoch adds a line to finetune.jsonl and saves
+finetune.pt, from where the same command goes on; its encoder can be evaluated as that of a run.
+
+Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
+authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So
+we take a short, plain recipe: AdamW with a layer-wise decay of the learning rate, warmup and
+cosine, stochastic depth, label smoothing, and the random crops and flips of the linear probe.
 """
-from __future__ import annotations
-
-import json
+import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.ops import stochastic_depth
 from tqdm import tqdm
 
+import eval_linear
 import ser
-from eval_linear import Seeded, accuracy, extract, load_sets
+from paper.evaluations import write
 
 PAPER = {     # top-1 and top-5, percent (nonlinear table, fine-tuning)
     "MoCo-v3": (73.83, 91.91), "MoCo-v3 + AugSelf": (73.50, 91.67),
@@ -34,12 +36,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS and val/CLASS; none: drawn images")
-    add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run of any method")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
+    add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
+    add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--random-init", action="store_true", help="begin with the weights that the run began with")
-    # Choice: 50 epochs with 5 of warmup. MAE fine-tunes for 100, MoCo-v3 for 150, with mixup.
+    # Choice: MAE fine-tunes for 100 epochs, MoCo-v3 its ViT-B for 150, both with mixup.
     add("--epochs", type=int, default=50, help="passes over the training images")
-    add("--warmup-epochs", type=float, default=5, help="epochs of linear warmup")
     add("--batch-size", type=int, default=1024, help="images per step, over all ranks (MAE: 1024)")
     # Choice: MAE's values for its base model, with the layer decay of its larger ones.
     add("--base-lr", type=float, default=5e-4, help="of the head, scaled by batch size / 256")
@@ -47,9 +49,14 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--layer-decay", type=float, default=0.75, help="factor of the rate from block to block")
     add("--drop-path", type=float, default=0.1, help="stochastic depth of the last block; first: 0")
     add("--label-smoothing", type=float, default=0.1, help="share of the target, over all classes")
-    add("--seed", type=int, default=0, help="seed of the head, the order and every random draw")
+    add("--seed", type=int, default=0, help="seed of the head, the order, crops and depth")
     add("--workers", type=int, default=8, help="loader processes of a rank")
-    return parser.parse_args(argv)
+    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
+        parser.set_defaults(epochs=9, batch_size=64, workers=0)
+    parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
+    args = parser.parse_args(argv)
+    args.warmup_epochs = args.epochs / 10     # Choice: MAE has 5 of 100
+    return args
 
 class Classifier(nn.Module):
     """An encoder, all of it trained, and a linear layer on its last [CLS]: images (B, 3, S, S)
@@ -80,61 +87,80 @@ def groups(model: Classifier, args: Namespace) -> list[dict]:
     first = [encoder.pos_embed, encoder.cls_token, *encoder.patch_embed.parameters()]
     blocks = [list(block.parameters()) for block in encoder.blocks]
     last = [*encoder.norm.parameters(), *model.head.parameters()]
-    found = []
+    groups = []
     for above, layer in enumerate([last, *reversed(blocks), first]):
         scale = args.layer_decay ** above
         for p in layer:
-            matrix = p.dim() > 1 and len(p) > 1     # not codes (1, D, H, W), nor [CLS] (1, 1, D)
-            decay = args.weight_decay if matrix else 0.0
-            found.append(dict(params=[p], scale=scale, weight_decay=decay))
-    return found
+            # Position embeddings (1, D, H, W) and [CLS] (1, 1, D) are no matrices.
+            decay = args.weight_decay if p.dim() > 1 and len(p) > 1 else 0.0
+            groups.append(dict(params=[p], scale=scale, weight_decay=decay))
+    return groups
 
-def train(model: Classifier, data: Dataset, args: Namespace) -> None:
-    """Train on pairs of an image (3, S, S) uint8 and its label."""
+def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Path) -> None:
+    """Train on pairs of an image (3, S, S) uint8 and its label, from the checkpoint at `path` on if
+    there is one, which must be of the settings `run`."""
     ranks, rank = ser.ranks_and_rank()
     device = model.head.weight.device
+    optimizer = torch.optim.AdamW(groups(model, args))
+    start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     loss_of = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    optimizer = torch.optim.AdamW(groups(model, args))
-    for epoch in tqdm(range(args.epochs), "epochs", disable=rank > 0):
+    per_epoch = len(data) // args.batch_size
+    log = open(os.devnull if rank > 0 else path.with_suffix(".jsonl"), "a", buffering=1)
+    bar = tqdm(total=args.epochs * per_epoch * args.batch_size, initial=start * args.batch_size,
+               unit=" images", disable=rank > 0)
+    for epoch in range(start // per_epoch, args.epochs):
         order = torch.randperm(len(data), generator=ser.rng(args.seed, "finetune", epoch))
-        used = len(data) // args.batch_size * args.batch_size     # in whole batches
-        own = order[rank:used:ranks].tolist()
-        loader = DataLoader(Seeded(data, args.seed, epoch), args.batch_size // ranks,
+        own = order[rank:per_epoch * args.batch_size:ranks].tolist()     # of whole batches
+        loader = DataLoader(eval_linear.Seeded(data, args.seed, epoch), args.batch_size // ranks,
                             sampler=own, num_workers=args.workers)
-        for step, (images, labels) in enumerate(loader):
-            torch.manual_seed(ser.rng(args.seed, "drop", epoch, step, rank).initial_seed())
-            optimizer.zero_grad()
-            loss_of(parallel(images.to(device)), labels.to(device)).backward()
-            lr = ser.learning_rate(args, epoch + step / len(loader))
+        for step, (images, labels) in enumerate(loader, epoch * per_epoch):
+            lr = ser.learning_rate(args, step / per_epoch)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]
+            # Stochastic depth samples from this seed.
+            torch.manual_seed(ser.rng(args.seed, "finetune", step, rank).initial_seed())
+            loss = loss_of(parallel(images.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
             optimizer.step()
+            bar.update(args.batch_size)
+        ser.record(log, bar, step + 1, {"loss": loss}, lr)
+        if rank == 0:
+            ser.save(path, step=step + 1, settings=run, model=model.state_dict(),
+                     encoder=model.encoder.state_dict(), optimizer=optimizer.state_dict())
 
 def finetune(args: Namespace) -> None:
-    """Fine-tune and evaluate; write and print the result."""
+    """Fine-tune an encoder, or go on with it; evaluate it, print and write the result."""
     device = ser.setup()
-    path = Path(args.checkpoint)
-    run = torch.load(path, map_location="cpu", weights_only=True)["settings"]
-    encoder = ser.new_encoder(Namespace(**run)) if args.random_init else ser.load_encoder(path)
-    classes, sets = load_sets(Namespace(data=args.data, val="", test=[]), run["image_size"])
+    ranks, rank = ser.ranks_and_rank()
+    state, encoder, path = eval_linear.load(args, "finetune.json")
+    run = state["settings"]
+    kept = path.with_name("finetune.pt")
+    if args.random_init:
+        encoder = ser.new_encoder(Namespace(**run))
+        kept = path.with_name("finetune-random.pt")
+    classes, sets = eval_linear.load_sets(args, run["image_size"])
     data = sets["crops"] if args.data else sets["train"]
-    args.batch_size = min(args.batch_size, len(data))
+    args.batch_size = min(args.batch_size, len(data)) // ranks * ranks
+    # The same command goes on also where a folder or the checkpoint has another name.
+    own = vars(args) | {"data": f"{len(data)} images", "ranks": ranks,
+                        "checkpoint": eval_linear.fingerprint(encoder)}
+    run |= {f"finetune_{name}": own[name] for name in own if name not in ("out", "workers")}
     torch.manual_seed(args.seed)
     model = Classifier(encoder, len(classes), args.drop_path).to(device)
-    train(model, data, args)
+    train(model, data, args, run, kept)
 
-    features, labels = extract(encoder.eval(), sets["val"], 1, args)
-    top = accuracy(model.head(features), labels, torch.arange(len(classes), device=device))
-    if ser.ranks_and_rank()[1] == 0:
-        ser.save(path.with_name("finetune.pt"), step=args.epochs, settings=run,
-                 encoder=encoder.state_dict(), head=model.head.state_dict(), classes=list(classes))
-        result = dict(top1=top[0], top5=top[1], images=len(data), settings=vars(args))
-        path.with_name("finetune.json").write_text(json.dumps(result, indent=1))
-        for method, row in ({"here": top} | PAPER).items():
+    features, labels = eval_linear.extract(encoder.eval(), sets["val"], 1, args)
+    everything = torch.arange(len(classes), device=device)
+    top1, top5 = eval_linear.accuracy(model.head(features), labels, everything)
+    if rank == 0:
+        print(f"{len(classes)} classes (the paper's rows: 1000 classes)")
+        for method, row in {"here": (top1, top5), **PAPER}.items():
             print(f"{method:32} top-1 {row[0]:6.2f}  top-5 {row[1]:6.2f}")
-        if len(classes) != 1000:
-            print(f"The paper's rows are of 1000 classes, not of these {len(classes)}.")
+        values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
+        rows = eval_linear.make_rows(values, "val", len(classes), encoder.depth)
+        write(path, rows, args, state["step"], "untrained" if args.random_init else "trained")
 
 if __name__ == "__main__":
     finetune(settings())

@@ -1,27 +1,26 @@
 """Transformation prediction by layer (paper A.2): can frozen features tell how an image was moved?
 
-    python -m paper.evaluations.transformations --data /imagenet --checkpoint runs/ser/last.pt
+    python -m paper.evaluations.transformations --data /imagenet --checkpoint runs/main/last.pt
+    python -m paper.evaluations.transformations     # runs/ser/last.pt, on synthetic images
 
 A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
 270 degrees; or nothing, or the horizontal flip. Where g does nothing, the two halves of a pair are
 equal bit for bit, so that the flip probe has only to see that something changed. The paper predicts
 "rotation/flip labels, following Garrido et al.", and does not say whether the probe sees a pair,
-nor which token, probe or images. Writes transformations.json beside the checkpoint.
-Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A answers.
+nor which token, probe or images. Results are added to transformations.json beside the checkpoint,
+or in --out; it takes one process.
+Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
-from __future__ import annotations
-
-import json
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
+import eval_linear
 import ser
-from eval_linear import load_sets
+from paper.evaluations import one_process, write
 
 TASKS = {"rotation": [0, 1, 2, 3], "flip": [0, 4]}     # the versions that a probe tells apart
 PAPER_LAYERS = [1, 3, 6, 9, 12]
@@ -37,8 +36,9 @@ def settings(argv=None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS and val/CLASS; none: drawn images")
-    add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run of any method")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
+    add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
+    add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--layers", type=int, nargs="+", default=PAPER_LAYERS, help="blocks, of those that it has")
     # Choice: so many images, and 10 epochs of the probe, where Garrido et al. have 50 of all.
     add("--images", type=int, default=20000, help="of train, spread over it; half as many of val")
@@ -89,30 +89,32 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     return 100 * (mlp(x[own:]).argmax(1) == y[own:]).float().mean().item()
 
 def predict(args: Namespace) -> None:
-    """Measure a checkpoint, and the random weights it began with; write and print the result."""
-    path = Path(args.checkpoint)
-    run = torch.load(path, map_location="cpu", weights_only=True)["settings"]
-    encoders = {"untrained": ser.new_encoder(Namespace(**run)), "trained": ser.load_encoder(path)}
-    layers = [layer for layer in args.layers if layer <= run["depth"]]
-    _, sets = load_sets(Namespace(data=args.data, val="", test=[]), run["image_size"])
+    """Measure a checkpoint, and the random weights it began with; print and write the result."""
+    one_process()
+    state, trained, path = eval_linear.load(args, "transformations.json")
+    run = Namespace(**state["settings"])
+    layers = [layer for layer in args.layers if layer <= run.depth]
+    _, sets = eval_linear.load_sets(Namespace(data=args.data, val="", test=[]), run.image_size)
     for name, most in (("train", args.images), ("val", args.images // 2)):
         last = len(sets[name]) - 1
         places = torch.linspace(0, last, min(most, last + 1)).long()
         sets[name] = Subset(sets[name], places.tolist())
-    rows = {"rotation": {}, "flip": {}}
-    for name, encoder in encoders.items():
+    results = {}
+    for name, encoder in (("untrained", ser.new_encoder(run)), ("trained", trained)):
         encoder.to(ser.setup())
         train, test = [version_features(encoder, sets[split], layers, args.workers)
                        for split in ("train", "val")]
         for task, versions in TASKS.items():
-            rows[task][name] = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
-                                for at in range(len(layers))]
-    result = dict(rows, layers=layers, settings=vars(args))
-    path.with_name("transformations.json").write_text(json.dumps(result))
-    for task in TASKS:
-        print(f"{task}, % after blocks {layers}, chance {100 / len(TASKS[task]):g}")
-        for name, row in rows[task].items():
-            print(f"  {name:28}" + "".join(f"{value:8.2f}" for value in row))
+            results[task, name] = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
+                                   for at in range(len(layers))]
+    for task, versions in TASKS.items():
+        print(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
+        for name in ("untrained", "trained"):
+            values = results[task, name]
+            print(f"  {name:28}" + "".join(f"{value:8.2f}" for value in values))
+            for layer, value in zip(layers, values):
+                rows = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
+                write(path, rows, args, state["step"], name)
         if layers == PAPER_LAYERS:
             print(PAPER[task])
 

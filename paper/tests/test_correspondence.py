@@ -19,8 +19,8 @@ class Colours(nn.Module):
 class Places(Colours):
     """It sees nothing but the place in its grid, however the image is moved."""
     def forward(self, x, layers):
-        codes = torch.randn(1, 8, 6, 6, generator=seeded(1))
-        z = codes[:, :, :x.shape[2] // 4, :x.shape[3] // 4]
+        places = torch.randn(1, 8, 6, 6, generator=seeded(1))
+        z = places[:, :, :x.shape[2] // 4, :x.shape[3] // 4]
         return ser.Encoded(None, {layer: z for layer in layers}, {})
 
 IMAGE = torch.rand(3, 4, 4, generator=seeded(0)).repeat_interleave(4, 1).repeat_interleave(4, 2)
@@ -48,27 +48,29 @@ def test_a_change_of_scale_is_measured_in_tokens_of_the_copy():
 
 def test_the_picture_has_the_printed_shares(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(correspondence, "load_encoders",
-                        lambda args: {"blind": Places(), "perfect": Colours()})
-    drawn = []
-    draw_panel = correspondence.draw_panel
-    monkeypatch.setattr(correspondence, "draw_panel", lambda panel, *rest: (
-        drawn.append((panel.get_title(), rest[-1].any())), draw_panel(panel, *rest)))
-    correspondence.compare(settings(["--data", class_folders(tmp_path / "photos", size=16),
-                                     "--checkpoint", str(tmp_path / "last.pt")]))
+    encoders = [("blind", 0, Places()), ("perfect", 0, Colours())]
+    monkeypatch.setattr(correspondence, "load_encoders", lambda _, name: (
+        encoders, {"equiv_layers": [2], "cls_layer": 1}, tmp_path / name))
+    plotted = []
+    plot_panel = correspondence.plot_panel
+    monkeypatch.setattr(correspondence, "plot_panel", lambda panel, *rest: (
+        plotted.append((panel.get_title(), rest[-1].any())), plot_panel(panel, *rest)))
+    args = settings(["--data", class_folders(tmp_path / "photos", size=16), "--checkpoint", "A"])
+    correspondence.compare(args)
+    assert args.layer == 2
     printed = capsys.readouterr().out.splitlines()
     # Nothing stays in its place: turns and flips are never the identity.
     assert printed[:2] == ["blind, rot90: 0.0 % right", "blind, hflip: 0.0 % right"]
     assert printed[3:5] == ["perfect, rot90: 100.0 % right", "perfect, hflip: 100.0 % right"]
-    assert drawn == [(printed[0], False), ("", False), (printed[3], True), ("", True)]
-    assert Image.open(tmp_path / "correspondence.png").size == (720, 380)
+    assert plotted == [(printed[0], False), ("", False), (printed[3], True), ("", True)]
+    assert Image.open(*tmp_path.glob("correspondence-*.png")).size == (720, 380)
 
 def test_lines_lead_from_a_token_to_the_one_that_it_found_and_tell_whether_it_is_right():
     figure_module = pytest.importorskip("matplotlib.figure")
     for right, colour in ((True, "lime"), (False, "red")):
         panel = figure_module.Figure().subplots()
         places = torch.tensor([[[0.25, 0.5], [0.5, 0.75]]])
-        correspondence.draw_panel(panel, torch.zeros(3, 20, 20), torch.ones(3, 20, 20) / 2, places,
+        correspondence.plot_panel(panel, torch.zeros(3, 20, 20), torch.ones(3, 20, 20) / 2, places,
                                   torch.tensor([right]))
         assert panel.images[0].get_array()[0, ::20, 0].tolist() == [0, 1, 0.5]
         assert panel.lines[0].get_xydata().tolist() == [[10, 5], [22 + 15, 10]]

@@ -1,17 +1,38 @@
-"""What paper/evaluations/finetune.py promises."""
+"""What paper/evaluations/finetune.py promises, and that all evaluations' headers can be pasted."""
+import importlib
 import json
+import re
+import shlex
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+import eval_linear
 import ser
 from paper.evaluations import finetune
 from paper.evaluations.finetune import Classifier, groups, settings, train
-from paper.tests.toys import CLASSES, class_folders, seeded, toy_checkpoint
+from paper.tests.toys import (become_rank, class_folders, seeded, stop_after_a_save,
+                              toy_checkpoint, values)
 
-QUICK = ["--epochs", "2", "--warmup-epochs", "0", "--batch-size", "8", "--workers", "0"]
+QUICK = ["--epochs", "2", "--batch-size", "8", "--workers", "0"]
+
+@pytest.mark.parametrize("name", ["bench3die", "coco", "correspondence", "finetune", "robustness",
+                                  "transformations", "tsne"])
+def test_every_command_of_a_header_parses(name):
+    """Those of eval_linear.py, too, also over two lines; there is a checkpoint where data are."""
+    module = importlib.import_module(f"paper.evaluations.{name}")
+    lines = re.findall(r"^    python (.*)", module.__doc__.replace("\\\n", " "), re.M)
+    assert lines
+    for line in lines:
+        script, *words = shlex.split(line, comments=True)
+        assert ("--checkpoint" in words) == (len(words) > 2)
+        if script == "eval_linear.py":
+            eval_linear.arguments().parse_args(words)
+        else:
+            assert words[0] == module.__name__
+            module.settings(words[1:])
 
 def colours(n=24):
     """Images of six classes, each of a colour of its own, with some noise."""
@@ -54,10 +75,11 @@ def test_branches_are_skipped_more_often_in_later_blocks_and_only_in_training(tm
 
 def test_training_is_a_plain_loop_over_its_batches(tmp_path):
     """The order of the epoch; the smoothed loss; AdamW at the rate of the step and layer."""
-    args = settings([*QUICK, "--warmup-epochs", "1", "--label-smoothing", "0.25"])
+    args = settings([*QUICK, "--label-smoothing", "0.25"])
+    args.warmup_epochs = 1
     model = model_of(tmp_path)
     images, labels = colours()
-    train(model, TensorDataset(images, labels), args)
+    train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
     plain = model_of(tmp_path)
     optimizer = torch.optim.AdamW(groups(plain, args))
     for step in range(6):
@@ -74,28 +96,57 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path):
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
-def test_a_run_learns_its_task_and_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
-    """Colours in place of the drawn images: 100 %, and the paper's rows are of another task."""
+def test_two_ranks_share_the_images_of_every_step(tmp_path, monkeypatch):
+    images = torch.arange(24, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 16, 16)
+    seen = []
+    for rank in (None, 0, 1):
+        if rank is not None:
+            become_rank(monkeypatch, rank)
+        model = model_of(tmp_path)
+        model.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0, 0, 0].tolist()))
+        train(model, TensorDataset(images, colours()[1]), settings(QUICK), {}, tmp_path / f"{rank}.pt")
+    for whole, first, second in zip(seen[:6], seen[6:12], seen[12:]):
+        assert len(set(whole)) == 8 and sorted(first + second) == sorted(whole)
+
+def test_a_run_learns_its_task(tmp_path, monkeypatch, capsys):
+    """Colours in place of the synthetic images: 100 %, beside the paper's rows."""
     path = toy_checkpoint(tmp_path, shaken=False)
     data = TensorDataset(*colours())
-    monkeypatch.setattr(finetune, "load_sets", lambda *_: (range(6), {"train": data, "val": data}))
+    monkeypatch.setattr(eval_linear, "load_sets",
+                        lambda *_: (range(6), {"train": data, "val": data}))
     finetune.finetune(settings([*QUICK, "--checkpoint", path, "--epochs", "20", "--base-lr", "0.1",
                                 "--layer-decay", "1"]))
-    assert json.loads((tmp_path / "finetune.json").read_text())["top1"] == 100
-    printed = capsys.readouterr().out
-    assert "74.33" in printed and "1000 classes, not of these 6" in printed
-    head = torch.load(tmp_path / "finetune.pt", weights_only=True)["head"]
-    cls = ser.load_encoder(tmp_path / "finetune.pt")(ser.normalise(data.tensors[0] / 255)).cls
-    assert (F.linear(cls, **head).argmax(1) == data.tensors[1]).all()
+    assert values(tmp_path / "finetune.json")["fine-tuned top-1 %"] == 100
+    assert "74.33" in capsys.readouterr().out
 
-def test_the_command_on_class_folders(tmp_path):
-    """From the weights that the run began with, whatever has become of them."""
-    for split in ("train", "val"):
-        class_folders(tmp_path / split)
+def test_the_command_goes_on_and_replaces_nothing_of_other_settings(tmp_path, monkeypatch):
+    """On class folders. Scored without stochastic depth; random weights are the run's first."""
+    for split, per_class in (("train", 2), ("val", 12)):
+        class_folders(tmp_path / split, per_class, size=18)
     path = toy_checkpoint(tmp_path)
-    finetune.finetune(settings([*QUICK, "--data", str(tmp_path), "--checkpoint", path,
-                                "--random-init", "--base-lr", "0"]))
-    assert torch.load(tmp_path / "finetune.pt", weights_only=True)["classes"] == CLASSES
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    line = [*QUICK, "--data", str(tmp_path), "--checkpoint", path, "--drop-path", "0.9"]
+    finetune.finetune(settings([*line, "--out", str(whole)]))
+    stop_after_a_save(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.finetune(settings([*line, "--out", str(parts)]))
+    finetune.finetune(settings([*line, "--out", str(parts)]))
+    state = torch.load(whole / "finetune.pt")
+    for name, weight in torch.load(parts / "finetune.pt")["model"].items():
+        assert torch.equal(state["model"][name], weight)
+    log = (parts / "finetune.jsonl").read_text().splitlines()
+    assert [json.loads(one)["step"] for one in log] == [1, 2]
+    val = eval_linear.class_folder(tmp_path / "val", eval_linear.eval_transform(16))
+    features, labels = eval_linear.extract(ser.load_encoder(whole / "finetune.pt"), val, 1,
+                                           settings(line))
+    logits = F.linear(features, state["model"]["head.weight"], state["model"]["head.bias"])
+    scored = [*values(whole / "finetune.json").values()]
+    assert scored == eval_linear.accuracy(logits, labels, torch.arange(6))
+    with pytest.raises(SystemExit):
+        finetune.finetune(settings([*line, "--out", str(parts), "--epochs", "3"]))
+    finetune.finetune(settings([*line, "--out", str(parts), "--random-init", "--base-lr", "0"]))
+    assert torch.load(parts / "finetune.pt")["step"] == 2
+    assert [*values(parts / "finetune.json", encoder="trained").values()] == scored
     toy_checkpoint(tmp_path, shaken=False)
-    wanted = ser.load_encoder(path).pos_embed
-    assert torch.equal(ser.load_encoder(tmp_path / "finetune.pt").pos_embed, wanted)
+    begun = ser.load_encoder(parts / "finetune-random.pt")
+    assert torch.equal(begun.pos_embed, ser.load_encoder(path).pos_embed)

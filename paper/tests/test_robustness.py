@@ -1,8 +1,5 @@
 """What paper/evaluations/robustness.py promises of ImageNet-C and -P, and of a C made here."""
-import json
-from argparse import Namespace
 from pathlib import Path
-from statistics import mean
 
 import pytest
 import torch
@@ -12,46 +9,32 @@ from torchvision.utils import save_image
 import eval_linear
 import ser
 from paper.evaluations import robustness
-from paper.evaluations.robustness import ALEXNET, SETS, measure, score, table
-from paper.tests.toys import CLASSES, class_folders, seeded, toy_checkpoint, toy_head
-
-@pytest.fixture
-def model(tmp_path):
-    """An encoder and a head, of the checkpoint tmp_path/last.pt."""
-    path = toy_checkpoint(tmp_path)
-    head = Namespace(**torch.load(toy_head(path), weights_only=True))
-    return ser.load_encoder(path), head
-
-# ==== Tables ======================================================================================
-def test_mce_of_alexnet_itself_is_100():
-    """With half of its errors mCE is 50; with its error on one of the 15 alone 100 / 15."""
-    errors = 100 * torch.tensor(list(ALEXNET.values()))
-    alone = torch.where(torch.arange(15) == 9, errors, 0)
-    for error, wanted in ((errors, 100), (errors / 2, 50), (alone, 100 / 15)):
-        assert robustness.mean_corruption_error(100 - error) == pytest.approx(wanted)
+from paper.evaluations.robustness import SETS, score_videos, settings, table
+from paper.tests.toys import (CLASSES, become_rank, class_folders, seeded, toy_checkpoint, toy_head,
+                              values)
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     """Of the paper's rows, too. 100.00 does not touch its neighbour, "nan" is what is missing."""
-    found = {}
+    results = {}
     for place, name in enumerate(SETS["C"]):
         corruption, severity = divmod(place, 5)
-        found[name] = {"top-1": 2.0 * corruption + severity, "top-5": 100.0}
-    text = table("C", found, 1000)
-    lines = [line.split() for line in text.splitlines()]
+        results[name] = (2.0 * corruption + severity, 100.0)
+    lines = [line.split() for line in table("C", results, 1000).splitlines()]
     assert list(map(float, lines[2][1:])) == [*range(2, 32, 2), 16.0]
     assert lines[6][1:] == ["100.00"] * 16 and (lines[4][-1], lines[8][-1]) == ("40.58", "63.53")
-    assert "mCE" in text and "not 1000" not in text
-    values = {"top-1": 50.0, "top-5": 50.0, "flip %": 3.0, "distance": 1.0}
-    text = table("P", {"tilt": values, "scale": values}, 6)
-    lines = [line.split() for line in text.splitlines()]
-    assert lines[3] == ["here"] + ["nan"] * 11 + ["50.00", "50.00", "nan", "50.00"]
+    del results["gaussian_noise/3"]
+    lines = [line.split() for line in table("C", results, 1000).splitlines()]
+    assert lines[1][:3] == ["1", "of", "15"] and lines[3][1:3] + lines[3][-1:] == [
+        "nan", "4.00", "17.00"]
+    lines = [line.split() for line in table("P", {"tilt": (50, 60), "scale": (70, 80)}, 6).splitlines()]
+    assert lines[1][:3] == ["12", "of", "14"]
+    assert lines[3] == ["here"] + ["nan"] * 11 + ["50.00", "70.00", "nan", "60.00"]
     assert lines[4][-1] == "56.38"     # MoCo-v3's 67.58 and 45.18
-    assert "6 classes, not 1000: the paper's rows are of another task" in text
 
 # ==== ImageNet-C ==================================================================================
 def test_unaltered_images_have_the_accuracy_of_val(tmp_path):
-    """Of eval_linear's own head, on its own crops of val, which are not cropped again; in both
-    layouts, archives side by side and in folders of their own."""
+    """Of eval_linear's own head, on its own crops of val, which are not cropped again, among all
+    classes; in both layouts, archives side by side and in folders of their own."""
     path = Path(toy_checkpoint(tmp_path))
     for part, per_class in (("train", 4), ("val", 7)):
         class_folders(tmp_path / "data" / part, per_class, 24)
@@ -59,19 +42,44 @@ def test_unaltered_images_have_the_accuracy_of_val(tmp_path):
                       "--cache", "--workers", "0"])
     val = eval_linear.class_folder(tmp_path / "data/val", eval_linear.eval_transform(16))
     for i, (image, label) in enumerate(val):
-        for name in ("snow/1", "weather/fog/2"):
+        for name in ("snow/1", "weather/fog/2", "contrast/3"):
             folder = tmp_path / "c" / name / CLASSES[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            save_image(image / 255, folder / f"{i}.png")
-    robustness.main(["--checkpoint", str(path), "--c", str(tmp_path / "c"), "--workers", "0"])
-    found = json.loads(path.with_name("robustness-c.json").read_text())["found"]
-    rows = json.loads(path.with_name("eval.json").read_text())["rows"]
-    probe = [row["trained"] for name, row in rows.items() if "top-" in name and "NN" not in name]
-    assert list(found) == ["snow/1", "fog/2"] and 25 < probe[0] < 100
-    for values in found.values():
-        assert [values["top-1"], values["top-5"]] == pytest.approx(probe[:2], abs=0.01)
+            if name != "contrast/3" or label < 2:     # a set of two classes
+                folder.mkdir(parents=True, exist_ok=True)
+                save_image(image / 255, folder / f"{i}.png")
+    line = ["--checkpoint", str(path), "--head", f"{tmp_path}/head-cache.pt", "--workers", "0", "--c"]
+    robustness.main([*line, str(tmp_path / "c")])
+    found = {name: [*values(tmp_path / "robustness.json", set=f"C/{name}").values()]
+             for name in ("snow/1", "fog/2", "contrast/3")}
+    rows = values(tmp_path / "eval.json", set="val")
+    probe = [rows["linear top-1 %"], rows["linear top-5 %"]]
+    assert 25 < probe[0] < 100
+    assert found["snow/1"] == found["fog/2"] == pytest.approx(probe, abs=0.01)
+    head = torch.load(tmp_path / "head-cache.pt", weights_only=True)
+    few = [(image, label) for image, label in val if label < 2]
+    x = eval_linear.cls_features(ser.load_encoder(path), torch.stack([image for image, _ in few]), 2)
+    best = F.linear(x, head["weight"], head["bias"]).argmax(1)
+    right = (best == torch.tensor([label for _, label in few])).float().mean()
+    assert found["contrast/3"][0] == pytest.approx(100 * right.item(), abs=0.01)
 
-def test_a_made_c_has_its_layout_its_draws_and_its_size(tmp_path, monkeypatch):
+def test_another_head_and_mistyped_folders_end_the_evaluation_and_replace_nothing(tmp_path):
+    path = toy_checkpoint(tmp_path)
+    c = class_folders(tmp_path / "c" / "fog" / "1")
+    line = ["--checkpoint", path, "--workers", "0", "--c"]
+    with pytest.raises(SystemExit, match="head.pt"):
+        robustness.main([*line, f"{tmp_path}/c"])
+    toy_head(path)
+    robustness.main([*line, f"{tmp_path}/c"])
+    results = (tmp_path / "robustness.json").read_text()
+    for typo in ([f"{tmp_path}/d"], [f"{tmp_path}/c", "--p", f"{tmp_path}/d"]):
+        with pytest.raises(SystemExit, match="/d"):
+            robustness.main([*line, *typo])
+    toy_checkpoint(tmp_path, seed=1)
+    with pytest.raises(SystemExit, match="head.pt"):
+        robustness.main([*line, f"{tmp_path}/c"])
+    assert (tmp_path / "robustness.json").read_text() == results
+
+def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypatch):
     pytest.importorskip("imagecorruptions")
     names = ["gaussian_noise/1", "gaussian_noise/5", "impulse_noise/5"]
     monkeypatch.setitem(SETS, "C", names)
@@ -88,23 +96,12 @@ def test_a_made_c_has_its_layout_its_draws_and_its_size(tmp_path, monkeypatch):
     mild, strong = [(ser.read_image(f"{tmp_path}/a/{name}/n00/000.JPEG") - clean).abs().mean()
                     for name in names[:2]]
     assert 5 < mild < 0.7 * strong
+    monkeypatch.setattr(robustness.Image, "fromarray", lambda image: 1 / 0)
+    with pytest.raises(ZeroDivisionError):     # stopped: what is there is complete
+        robustness.make(str(tmp_path / "d"), data)
+    assert not (tmp_path / "d").exists()
 
 # ==== ImageNet-P ==================================================================================
-def test_flip_probability_and_top5_distance_in_closed_form():
-    """FP(a a b b) = 1/3; in noise all frames are compared with the first: FP(a b a b) = 2/3. The
-    distance is 0 where the top 5 stay, 15 = 5 + 4 + 3 + 2 + 1 where all leave, 2 for a swap."""
-    a = list(range(12))
-    b = [*range(6, 12), *range(6)]     # another prediction, and all leave the top 5
-    swap = [1, 0, *range(2, 12)]
-    for orders, noise, flips, distance in (
-            ([a, a, b, b], False, 1 / 3, 5), ([a, b, a, b], False, 1, 15), ([a, swap], False, 1, 2),
-            ([a, b, a, b], True, 2 / 3, 10), ([a, a, a, b], True, 1 / 3, 5)):
-        ranks = torch.tensor(orders).argsort(1)
-        assert measure(-ranks.float(), 0, noise)[2:].tolist() == pytest.approx([flips, distance])
-    # Ties go to the first class.
-    assert measure(torch.zeros(2, 9), 0, False).tolist() == [1, 1, 0, 0]
-    assert measure(torch.eye(9)[[1, 2, 2, 8]], 2, True)[:2].tolist() == [0.5, 1]
-
 def videos(root, names):
     """Two videos of six frames for each of three classes, in the layout of P, as mp4 without loss
     but that of the colour space; the last has the frames that are returned, beside root."""
@@ -123,36 +120,28 @@ def videos(root, names):
             file.mux(stream.encode())
     return str(root), frames
 
-def test_p_is_scored_as_by_one_frame_at_a_time(model, tmp_path, capsys):
+def test_p_is_scored_as_by_one_frame_at_a_time(tmp_path, monkeypatch):
+    """By one process; and two ranks share the videos."""
     root, frames = videos(tmp_path / "p", ["gaussian_noise", "tilt"])
     read = robustness.read_video(f"{root}/group-tilt/tilt/{CLASSES[3]}/w.mp4")
     assert (read.int() - frames.int()).abs().max() <= 4
-    before = tmp_path / "robustness-c.json"
-    before.write_text("of an earlier call")
-    robustness.main(["--checkpoint", f"{tmp_path}/last.pt", "--p", root, "--workers", "0"])
-    printed = capsys.readouterr().out
-    assert "ImageNet-P" in printed and "ImageNet-C" not in printed
-    assert before.read_text() == "of an earlier call"
-    found = json.loads((tmp_path / "robustness-p.json").read_text())["found"]
-    assert list(found) == ["gaussian_noise", "tilt"]
-    encoder, head = model
-    scale = torch.tensor([100, 100, 100, 1])
-    for name, values in found.items():
-        sums = torch.zeros(4, dtype=torch.float64)
+    path = toy_checkpoint(tmp_path)
+    encoder = ser.load_encoder(path)
+    args = settings(["--checkpoint", path, "--p", root, "--workers", "0", "--head", toy_head(path)])
+    head = robustness.load_head(args, encoder, torch.device("cpu"))
+    robustness.main(["--checkpoint", path, "--p", root, "--workers", "0"])
+    ranks = []
+    for name in ("gaussian_noise", "tilt"):
+        sums = torch.zeros(2)
         for video in Path(root).glob(f"*/{name}/*/*.mp4"):
             frames = robustness.read_video(str(video))
             x = torch.cat([eval_linear.cls_features(encoder, frame[None], 2) for frame in frames])
-            logits = x @ head.weight.T
-            sums += measure(logits, CLASSES.index(video.parent.name), name == "gaussian_noise") / 6
-        assert list(values.values()) == pytest.approx((sums * scale).tolist())
-
-def test_the_shares_of_two_ranks_are_the_whole(model, tmp_path, monkeypatch):
-    given = (videos(tmp_path / "p", ["tilt"])[0], *model, Namespace(workers=0))
-    whole = score("P", *given)["tilt"]
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: None)
-    parts = []
+            order = (x @ head.weight.T).argsort(1, descending=True)
+            right = order == CLASSES.index(video.parent.name)
+            sums += torch.tensor([right[:, 0].float().mean(), right[:, :5].any(1).float().mean()])
+        found = [*values(tmp_path / "robustness.json", set=f"P/{name}").values()]
+        assert found == pytest.approx((100 * sums / 6).tolist())
     for rank in range(2):
-        monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, rank))
-        parts.append(score("P", *given)["tilt"])
-    for key, value in whole.items():
-        assert parts[0][key] + parts[1][key] == pytest.approx(value)
+        become_rank(monkeypatch, rank)
+        ranks.append(score_videos(encoder, head, Path(root, "group-tilt/tilt"), args))
+    assert [sum(parts) for parts in zip(*ranks)] == pytest.approx(found)

@@ -1,10 +1,12 @@
 """What paper/evaluations/transformations.py promises."""
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, settings, version_features
@@ -46,24 +48,31 @@ def test_a_pair_tells_what_one_image_does_not():
     test[:, 4] = test[:, 0] + 0.5
     assert probe(train, test, [0, 4], 0) > 95
 
-def test_the_command_measures_both_encoders_on_other_images_than_it_trains_on(
+def test_the_command_measures_each_layer_on_other_images_than_it_trains_on(
         tmp_path, monkeypatch, capsys):
-    """The paper's rows stand below ours where the layers are the paper's."""
+    """Images are spread over all classes. The paper's rows stand where the layers are the paper's."""
     for split in ("train", "val"):
         class_folders(tmp_path / split, per_class=3)
     seen = []
 
-    def counted(train, test, versions, seed):
-        seen.append((tuple(train.shape), tuple(test.shape)))
+    def spread(train, test, versions, seed):
+        seen.append((train, test))
         return float(train.std())
 
-    monkeypatch.setattr(transformations, "probe", counted)
-    for depth, shown in ((12, True), (3, False)):
+    monkeypatch.setattr(transformations, "probe", spread)
+    for depth, layers in ((12, [1, 3, 6, 9, 12]), (3, [1, 3])):
         path = toy_checkpoint(tmp_path / str(depth), depth=depth)
-        transformations.predict(settings(["--data", str(tmp_path), "--checkpoint", path,
-                                          "--workers", "0", "--images", "16"]))
-        found = json.loads((tmp_path / str(depth) / "transformations.json").read_text())
-        assert found["layers"] == ([1, 3, 6, 9, 12] if shown else [1, 3])
-        assert found["rotation"]["trained"] != found["rotation"]["untrained"]
-        assert ("99.73" in capsys.readouterr().out) == shown
-    assert set(seen) == {((16, 5, 16), (8, 5, 16))} and len(seen) == 28
+        line = ["--data", str(tmp_path), "--checkpoint", path, "--workers", "0", "--images"]
+        transformations.predict(settings([*line, "16"]))
+        rows = json.loads(Path(path).with_name("transformations.json").read_text())["rows"]
+        found = {(row["encoder"], row["measure"], row["block"]): row["value"] for row in rows}
+        assert len(found) == 4 * len(layers) and len(set(found.values())) == 2 * len(layers)
+        assert ("99.73" in capsys.readouterr().out) == (depth == 12)
+        # Layers of the last encoder, and the features of its images, which are 0, ..., 17 or 17 / 7.
+        for at, layer in enumerate(layers):
+            for part, (split, n) in enumerate((("train", 16), ("val", 8))):
+                data = eval_linear.class_folder(tmp_path / split, eval_linear.eval_transform(16))
+                images = [data[place][0] for place in torch.linspace(0, 17, n).long()]
+                images = TensorDataset(torch.stack(images), torch.zeros(n))
+                wanted = version_features(ser.load_encoder(path), images, [layer], 0)
+                assert torch.equal(seen[at - 2 * len(layers)][part], wanted[:, :, 0])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paper.evaluations import tsne
-from paper.evaluations.tsne import draw_classes, separation, settings
-from paper.tests.toys import class_folders, toy_checkpoint
+from paper.evaluations.tsne import sample_classes, separation, settings
+from paper.tests.toys import class_folders, toy_checkpoint, values
 
 pytest.importorskip("sklearn")
 
@@ -27,31 +27,36 @@ def test_purity_and_silhouette_of_literal_clusters():
     labels = torch.tensor([0, 0, 0, 1, 1])
     assert separation(features, labels, k=2)[1] == pytest.approx((2 + 2 + 1 + 1 + 1) / 10)
 
-def test_a_draw_is_all_images_of_some_classes():
+def test_a_sample_is_all_images_of_some_classes():
     labels = torch.arange(60) % 6
-    draws = [draw_classes(labels, 3, 0, number) for number in range(10)]
-    for rows in draws:
+    samples = [sample_classes(labels, 3, 0, number) for number in range(10)]
+    for rows in samples:
         assert len(set(rows.tolist())) == 30 and len(labels[rows].unique()) == 3
-    assert torch.equal(draws[4], draw_classes(labels, 3, 0, 4))
-    assert len({tuple(rows.tolist()) for rows in draws}) > 4
+    assert torch.equal(samples[4], sample_classes(labels, 3, 0, 4))
+    assert len({tuple(rows.tolist()) for rows in samples}) > 4
 
 def test_a_comparison_is_one_picture_with_a_legend_and_its_numbers(tmp_path, monkeypatch, capsys):
     figure_module = pytest.importorskip("matplotlib.figure")
-    figures = []
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, path: figures.append(self))
+    figures = {}
+    monkeypatch.setattr(figure_module.Figure, "savefig",
+                        lambda self, path: figures.setdefault(path.name, self))
     data = class_folders(tmp_path / "val", per_class=12, size=24)
     one = toy_checkpoint(tmp_path / "one")
     other = toy_checkpoint(tmp_path / "other", seed=1)
     given = ["--data", data, "--checkpoint", one, other, "--label", "A", "B", "--classes", "4",
              "--workers=0"]
     tsne.compare(settings(given))
-    found = json.loads((tmp_path / "one" / "tsne.json").read_text())
-    assert [name for name in found if name != "settings"] == ["untrained", "A", "B"]
-    assert found["A"] != found["B"] and len(found["A"]["purity"]) == 10
-    assert f"purity {sum(found['B']['purity']) / 10:.3f} ±" in capsys.readouterr().out
-    tsne.compare(settings([*given, "--ready"]))     # whole images: no centre crop
-    assert json.loads((tmp_path / "one" / "tsne.json").read_text())["A"] != found["A"]
-    figure, _ = figures
+    path = tmp_path / "one" / "tsne.json"
+    found = {name: values(path, encoder=name) for name in ("untrained", "A", "B")}
+    purity = found["A"]["20-NN purity"]
+    assert len(purity) == 10 and len(set(purity)) > 4     # samples of other classes
+    assert len({one["silhouette"][0] for one in found.values()}) == 3
+    assert f"purity {sum(found['B']['20-NN purity']) / 10:.3f} ±" in capsys.readouterr().out
+    tsne.compare(settings([*given, "--ready"]))     # no centre crop; the others stay
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["value"] for row in rows[:2]] != [row["value"] for row in rows[6:8]]
+    assert len(rows) == 12 and len(figures) == 2
+    figure = [*figures.values()][0]
     names = [text.get_text() for text in figure.legends[0].texts]
     assert len(names) == 4 and set(names) < {f"n{label:02}" for label in range(6)}
     assert [len(panel.collections[0].get_offsets()) for panel in figure.axes] == [48] * 3

@@ -1,9 +1,11 @@
 """What the tests of paper/ share: toy checkpoints, heads, and folders of images."""
+import json
 from pathlib import Path
 
 import torch
 from PIL import Image
 
+import eval_linear
 import ser
 
 # Blocks 2 and 3 have a [CLS] to read: features of the last two blocks are 2 * 16 wide.
@@ -36,9 +38,32 @@ def toy_head(checkpoint, name="head.pt", classes=CLASSES, blocks=2, seed=3):
     """A linear head such as eval_linear.py leaves beside a checkpoint; returns its path."""
     weight = torch.randn(len(classes), blocks * TOY["dim"], generator=seeded(seed))
     path = Path(checkpoint).with_name(name)
+    encoder = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     ser.save(path, weight=weight, bias=torch.zeros(len(classes)), classes=list(classes),
-             blocks=blocks)
+             blocks=blocks, encoder=encoder)
     return str(path)
+
+def become_rank(monkeypatch, rank):
+    """This process takes itself for one of two ranks, without the other: sums are its own."""
+    monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, rank))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: None)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: model)
+
+def stop_after_a_save(monkeypatch):
+    """The next call of ser.save writes its file, and ends the run as if it were killed."""
+    save = ser.save
+
+    def save_and_stop(path, **state):
+        save(path, **state)
+        monkeypatch.setattr(ser, "save", save)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ser, "save", save_and_stop)
+
+def values(path, **keys):
+    """measure -> value, of the rows of a results file with these keys."""
+    rows = json.loads(Path(path).read_text())["rows"]
+    return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
 def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES, ending="png"):
     """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
