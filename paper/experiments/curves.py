@@ -1,50 +1,47 @@
-"""The losses of runs as one picture: is it learning?
+"""The losses of runs as one picture: are they learning?
 
-    python -m paper.experiments.curves runs/ser
-    python -m paper.experiments.curves runs/moco runs/ser --out curves.png
+    python -m paper.experiments.curves runs/main
+    python -m paper.experiments.curves runs/moco runs/main --out curves.png
 
-One colour a run, whose log.jsonl is read; dotted, the loss at chance, where nothing is learned.
-"inv" is the base method's loss, "equiv" that of SER or of another add-on.
+Each run has a colour. The picture is made of its log.jsonl, where "inv" is the base method's loss
+and "equiv" the loss of SER or of another add-on. A run prints at its start what both are at chance:
+a loss that stays there learns nothing.
 """
-from __future__ import annotations
-
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Sequence
 
 def records(run: str) -> dict[int, dict]:
-    """Step -> what was logged of it, but for what a killed run logged after its checkpoint."""
-    found: dict[int, dict] = {}
+    """Step -> its line of the log. A killed run has logged steps after its last checkpoint; the
+    lines of the continued run replace them."""
+    kept: dict[int, dict] = {}
     for line in Path(run, "log.jsonl").read_text().splitlines():
         record = json.loads(line)
-        if "step" in record:     # not the settings
-            while found and next(reversed(found)) >= record["step"]:     # done again
-                found.popitem()
-            found[record["step"]] = record
-    return found
+        if "step" in record:     # the others hold settings
+            kept = {step: one for step, one in kept.items() if step < record["step"]}
+            kept[record["step"]] = record
+    return kept
 
-def draw(figure: Any, runs: Sequence[str]) -> None:
+def plot(figure: Any, runs: Sequence[str]) -> None:
     """A panel for each loss, on a figure of matplotlib's."""
     for axes, key in zip(figure.subplots(1, 2), ("inv", "equiv")):
         for number, run in enumerate(runs):
-            log = {step: record for step, record in records(run).items() if key in record}
-            for name, style in ((key, "-"), (f"{key}_chance", ":")):
-                values = [record[name] for record in log.values()]
-                axes.plot(list(log), values, style, color=f"C{number}", label=run)
+            log = {step: record[key] for step, record in records(run).items() if key in record}
+            axes.plot(list(log), list(log.values()), color=f"C{number}", label=run)
         axes.set(xlabel="step", title=key)
-    figure.legend(handles=axes.lines[::2], loc="outside lower center")
+    figure.legend(handles=axes.lines, loc="outside lower center")
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the runs of the command line."""
-    from matplotlib.figure import Figure
-    parser = ArgumentParser(allow_abbrev=False)
+def settings(argv: Sequence[str] | None = None) -> Namespace:
+    """The settings of a command line."""
+    parser = ArgumentParser("python -m paper.experiments.curves", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="their folders")
     parser.add_argument("--out", default="curves.png", help="picture to write")
-    args = parser.parse_args(argv)
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    draw(figure, args.runs)
-    figure.savefig(args.out)
+    return parser.parse_args(argv)
 
 if __name__ == "__main__":
-    main()
+    from matplotlib.figure import Figure
+    args = settings()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    plot(figure, args.runs)
+    figure.savefig(args.out)

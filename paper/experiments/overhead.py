@@ -1,8 +1,8 @@
 """What SER costs: the paper's table "Computation overhead", counted, and the same on a clock.
 
     python -m paper.experiments.overhead                                  the table: seconds
-    python -m paper.experiments.overhead --rows step methods --bf16       training steps
-    python -m paper.experiments.overhead --rows loader --data /imagenet   one CPU core
+    python -m paper.experiments.overhead --rows step methods              training steps
+    python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
 Trained parameters, and multiply-adds (MACs) of an image's forward passes:
 
@@ -13,10 +13,9 @@ Trained parameters, and multiply-adds (MACs) of an image's forward passes:
 
 The paper's caption says "forward and backward", but 18.48 G are the forward passes of two views, by
 the online and the momentum branch. In its 18.63 G each of 8 GPUs computes L_equiv of all anchors,
-in both directions; a GPU of ser.py computes its own, in one, which is less than a late [CLS] saves.
+in both directions. A GPU of ser.py computes that of its own anchors in one direction; this costs
+less than the late [CLS] saves. Flags of ser.py, such as --bf16, go on to `step` and `methods`.
 """
-from __future__ import annotations
-
 import importlib
 import random
 import time
@@ -37,7 +36,7 @@ import ser
 CUDA = torch.cuda.is_available()
 BATCH = 256 if CUDA else 16
 METHODS = ("augself", "equimod", "stl", "essl")
-# r of the row `step`: the paper's, and README's for one GPU; on a CPU, 2 and 4 of 16 images in b2.
+# r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
 RATIOS = ("0", "0.01", "0.06") if CUDA else ("0", "0.125", "0.25")
 SIDES = {"step": list(zip(("moco", "ser", "ser"), RATIOS)),
          "methods": [(name, "0") for name in ("moco", *METHODS)]}
@@ -48,9 +47,8 @@ def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable, Callab
     if name in METHODS:
         module = importlib.import_module(f"paper.methods.{name}")
         return module.settings(flags), module.build, module.dataset
-    if name == "moco":
-        flags += ["--ratio", "0", "--cls-layer", "0"]
-    return ser.parse(flags), ser.build, ser.two_views
+    plain = ["--ratio", "0", "--cls-layer", "0"] if name == "moco" else []
+    return ser.parse([*flags, *plain]), ser.build, ser.two_views
 
 # ==== Counts: on the device "meta", where tensors have a shape and no values ======================
 def macs(work: Callable[[], Any]) -> float:
@@ -62,37 +60,37 @@ def macs(work: Callable[[], Any]) -> float:
 def count() -> dict[str, float]:
     """Trained parameters of each method; MACs of an image, as the paper counts, by MoCo-v3 and SER,
     whose b2 has 3 of 256 images on each of 8 GPUs."""
-    found = {}
+    counts = {}
     x = torch.empty(1, 3, 224, 224, device="meta")
     for name in ("moco", "ser", *METHODS):
         args, build, _ = method(name, [])
         with torch.device("meta"):
             model = build(args).eval()
-        found[f"{name}: parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        counts[f"{name}: parameters"] = sum(p.numel() for p in trained)
         if name not in METHODS:
             base = model.base
             online = macs(lambda: base.predictor(base.projector(base.encoder(x).cls)))
             momentum = macs(lambda: base.momentum_projector(base.momentum_encoder(x).cls))
-            found[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
-    # The projector sees the tokens of both views of b2; an anchor meets both views of all GPUs.
-    anchors = 3 * 196     # of a GPU
-    projector = 2 * anchors * (384 * 512 + 512 * 512)
-    of_an_anchor = 8 * 2 * anchors * 512
-    own = found["ser: forward MACs"]
-    found["ser: forward MACs"] = own + (projector + anchors * of_an_anchor) / 256
-    found["ser: the paper's count"] = own + (projector + 16 * anchors * of_an_anchor) / 256
-    return found
+            counts[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
+    anchors = 3 * 196                                     # of a GPU
+    projector = 2 * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
+    loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
+    own = counts["ser: forward MACs"]
+    counts["ser: forward MACs"] = own + (projector + loss) / 256
+    counts["ser: the paper's count"] = own + (projector + 16 * loss) / 256
+    return counts
 
 # ==== Clock =======================================================================================
 def training_step(args: Namespace, build: Callable, dataset: Callable) -> Callable[[int], None]:
-    """A training step as ser.train does it, from decoded crops on: views and jitter, momentum,
-    forward, backward, AdamW; bf16 on a GPU. The images are noise. It is called with its number."""
+    """A training step as ser.train does it, a function of the step's number. It begins with decoded
+    crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""
     device = ser.setup()
     model = build(args).to(device)
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
     batches = DataLoader(dataset(images, args), batch_sampler=ser.batch_keys(BATCH, args, 0, 1))
-    loaded = [(pixels.to(device), drawn) for pixels, drawn in next(iter(batches))]
+    loaded = [(pixels.to(device), made) for pixels, made in next(iter(batches))]
     def step(number: int) -> None:
         views = ser.make_views(loaded, args, number)
         model.base.update(0.5)
@@ -105,11 +103,11 @@ def training_step(args: Namespace, build: Callable, dataset: Callable) -> Callab
             torch.cuda.synchronize()
     return step
 
-def compare(sides: dict[str, Callable[[int], None]], count: int, images: int) -> None:
-    """Call all sides in rounds, and print medians and the ratios to the first side, each within a
+def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -> None:
+    """Call all sides in rounds. Print their medians, and their ratios to the first side within a
     round. Every other round is in reverse, so that a drift cancels; the first does not count."""
     times = {name: [] for name in sides}
-    for number in range(count + 1):
+    for number in range(rounds + 1):
         for name in sorted(sides, reverse=number % 2 > 0):
             start = time.perf_counter()
             sides[name](number)
@@ -117,23 +115,23 @@ def compare(sides: dict[str, Callable[[int], None]], count: int, images: int) ->
     first = next(iter(sides))
     for name, (_, *seconds) in times.items():
         ratios = sorted(a / b for a, b in zip(seconds, times[first][1:]))
-        print(f"{name:12}{median(seconds):8.3f} s {images / median(seconds):8.1f} images/s "
+        print(f"{name:12}{median(seconds):9.4f} s {images / median(seconds):8.1f} images/s "
               f"{median(ratios):6.3f}x ({ratios[0]:.3f}-{ratios[-1]:.3f}) of {first}")
 
-def time_steps(sides: Sequence[tuple[str, str]], flags: Sequence[str], count: int) -> None:
-    """Print MACs, memory of a GPU and time of a training step of each side, (method, r)."""
+def time_steps(sides: Sequence[tuple[str, str]], flags: Sequence[str], rounds: int) -> None:
+    """Print MACs, memory on a GPU, and time of a training step of each side, (method, r)."""
     steps = {}
     for name, ratio in sides:
         before = torch.cuda.memory_allocated()
         step = training_step(*method(name, [*flags, "--batch-size", str(BATCH), "--ratio", ratio]))
-        work = macs(lambda: step(0)) / BATCH     # this step makes the state of AdamW, too
+        work = macs(lambda: step(0)) / BATCH     # this step also makes the state of AdamW
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
             step(1)
-        peak = torch.cuda.max_memory_allocated() - before
-        print(f"{name} {ratio}: {work / 1e9:.3f} GMAC an image, jitter too; {peak / 1e9:.2f} GB")
+        memory = torch.cuda.max_memory_allocated() - before     # 0 on a CPU
+        print(f"{name} {ratio}: {work / 1e9:.3f} GMAC an image, {memory / 1e9:.1f} GB of a GPU")
         steps[f"{name} {ratio}"] = step
-    compare(steps, count, BATCH)
+    compare(steps, rounds, BATCH)
 
 def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
     """moco-v3's augmentation of a view, in Pillow and torchvision as its repository has it."""
@@ -145,36 +143,38 @@ def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
         T.RandomApply([ImageOps.solarize], solarize), T.RandomHorizontalFlip(), T.ToTensor(),
         T.Normalize(ser.MEAN.flatten().tolist(), ser.STD.flatten().tolist())])
 
-def time_loader(data: str, count: int) -> None:
-    """Print images/s of a core, of at most 200 images: moco-v3's whole recipe, and ser.py's data
-    set, which decodes and cuts two views and leaves jitter to the device."""
+def time_loader(data: str, rounds: int) -> None:
+    """Print images/s of one core, of at most 200 images. moco-v3's recipe does everything there;
+    ser.py's data set decodes and cuts two views, and the device jitters them."""
     torch.set_num_threads(1)
     paths = ser.list_images(data)[:200]
     views = ser.two_views(paths, ser.parse(["--data", data]))
     recipes = [moco_v3_recipe(1.0, 0.0), moco_v3_recipe(0.1, 0.2)]
-    def theirs(number: int) -> None:
-        for image in map(pil_loader, paths):
-            for recipe in recipes:
-                recipe(image)
+    theirs = lambda number: [make(image) for image in map(pil_loader, paths) for make in recipes]
     ours = lambda number: [views[number, index, False] for index in range(len(paths))]
-    compare({"moco-v3": theirs, "ser": ours}, count, len(paths))
+    compare({"moco-v3": theirs, "ser": ours}, rounds, len(paths))
 
-def main(argv: Sequence[str] | None = None) -> None:
+def settings(argv: Sequence[str] | None = None) -> Namespace:
+    """The settings of a command line; `flags` are those of ser.py."""
+    parser = ArgumentParser("python -m paper.experiments.overhead", allow_abbrev=False)
+    add = parser.add_argument
+    add("--rows", nargs="+", default=["counts"], choices=["counts", *SIDES, "loader"])
+    add("--data", default="", help="images for the row loader")
+    add("--rounds", type=int, default=7, help="in which all sides are timed")
+    args, args.flags = parser.parse_known_args(argv)
+    method("ser", args.flags)     # exits where ser.py has no such flag
+    return args
+
+def main(args: Namespace) -> None:
     """Print the rows that are asked for."""
-    parser = ArgumentParser(allow_abbrev=False)
-    rows = ["counts", *SIDES, "loader"]
-    parser.add_argument("--rows", nargs="+", default=["counts"], choices=rows)
-    parser.add_argument("--data", default="", help="images for the row loader")
-    parser.add_argument("--rounds", type=int, default=7, help="of all sides")
-    options, flags = parser.parse_known_args(argv)
-    for row in options.rows:
+    for row in args.rows:
         if row == "counts":
             for name, value in count().items():
                 print(f"{name:24}{value:20,.0f}")
         elif row == "loader":
-            time_loader(options.data, options.rounds)
+            time_loader(args.data, args.rounds)
         else:
-            time_steps(SIDES[row], flags, options.rounds)
+            time_steps(SIDES[row], args.flags, args.rounds)
 
 if __name__ == "__main__":
-    main()
+    main(settings())

@@ -1,34 +1,28 @@
 """Runs that differ in one thing: each is trained, evaluated, and set beside the paper's number.
 
-    python -m paper.experiments.sweep --list lambda     drawn images; --print: its lines alone
+    python -m paper.experiments.sweep --list lambda     on synthetic images
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
 layers: Figure 3, whose numbers are in its picture alone, and Table 4, whose scores of the last
 block are (rot90 hflip scale) MoCo-v3 .804 .870 .945, layer 3 .840 .881 .945, 9 .888 .886 .957, 12
 .924 .892 .957. decoupling: EquiMod and AugSelf on the last layer, and on SER's. The paper's other
-numbers are linear top-1 of ImageNet. Here: mean ± std over seeds, in brackets of the difference to
---baseline within a seed, on one centre crop. Existing runs continue, evaluations are done again.
-Unknown flags, those of ser.py, go to all runs. Writes OUT/LIST.json.
+numbers are linear top-1 of ImageNet. Here are means ± std over seeds, and in brackets those of the
+difference to SER within a seed. Flags of ser.py go to all runs. OUT/LIST.json has all results.
 """
-from __future__ import annotations
-
 import json
-import re
 import shlex
 import subprocess
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Sequence
 
 import ser
 
 # Name of a run, the paper's number, program, flags. [CLS] cannot enter after the last block.
 # Choice: all layers with [CLS] after block 3; the paper does not say.
-SER = "\n    SER             69.28  ser"
+BOTH = "\n    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0\n    SER             69.28  ser"
 LISTS = {"layers": """\
-    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0
     layer-1         -      ser  --equiv-layers 1 --cls-layer 1
     layer-6         -      ser  --equiv-layers 6 --cls-layer 6
     layer-9         68.72  ser  --equiv-layers 9 --cls-layer 9
@@ -41,7 +35,6 @@ LISTS = {"layers": """\
     no-rot90        69.17  ser  --group hflip scale
     no-rot90-hflip  69.12  ser  --group scale
     no-rot90-scale  68.67  ser  --group hflip""", "r": """\
-    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0
     half-r          69.08  ser  --ratio {half}
     double-r        68.30  ser  --ratio {double}""", "lambda": """\
     lambda-0        68.82  ser  --weight 0
@@ -49,82 +42,89 @@ LISTS = {"layers": """\
     lambda-1        68.92  ser  --weight 1
     lambda-5        68.73  ser  --weight 5
     lambda-10       68.67  ser  --weight 10""", "decoupling": """\
-    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0
     equimod-12      68.95  equimod  --layer 12 --ratio 0 --cls-layer 0
     equimod-3       69.51  equimod  --layer 3 --ratio 0 --cls-layer 0
     augself-12      67.55  augself  --layer 12 --ratio 0 --cls-layer 0
     augself-3       68.23  augself  --layer 3 --ratio 0 --cls-layer 0"""}
-Found = dict[str, dict[str, dict[int, float]]]     # name of a run -> measure -> seed -> value
 
-def call(words: Sequence[str], args: Namespace) -> None:
+def call(words: list[str], args: Namespace) -> None:
     """Print a command line, and run it unless that is all."""
     print(args.launcher, shlex.join(words), flush=True)
     if not args.print:
         subprocess.run([*shlex.split(args.launcher), *words], check=True)
 
-def measure(lines: str, args: Namespace, flags: Sequence[str], evaluations: Sequence[str]) -> Found:
-    """Train with `flags` and evaluate. "untrained" is the encoder with which the last run began."""
-    found: Found = {}
+def measure(lines: str, args: Namespace, evaluations: list[str]) -> list[dict]:
+    """Train and evaluate each run. Returns the rows of all eval.json, with the keys "run" and
+    "seed". "untrained" is the encoder with which a run began, in a table the last run's."""
+    rows = []
     data = ["--data", args.data, "--workers", str(args.workers)] if args.data else []
     for seed in args.seeds:
         for name, _, program, *own in map(str.split, lines.splitlines()):
             script = ["ser.py"] if program == "ser" else ["-m", f"paper.methods.{program}"]
             out = Path(args.out, f"{name}-{seed}")
-            call([*script, *flags, *own, *data, "--seed", str(seed), "--out", str(out)], args)
+            call([*script, *args.flags, *own, *data, "--seed", str(seed), "--out", str(out)], args)
             for more in map(str.split, evaluations):
                 call(["eval_linear.py", "--checkpoint", f"{out}/last.pt", *more, *data], args)
-                result = {} if args.print else json.loads((out / "eval.json").read_text())
-                for title, row in result.get("rows", {}).items():
-                    title = re.sub(r" on \d \[CLS\]", "", title)     # fewer if late
-                    for column, value in ((name, row["trained"]), ("untrained", row["untrained"])):
-                        found.setdefault(column, {}).setdefault(title, {})[seed] = value
-    return found
+            results = [] if args.print else json.loads((out / "eval.json").read_text())["rows"]
+            for row in results:
+                run = name if row["encoder"] == "trained" else "untrained"
+                rows.append(row | {"run": run, "seed": seed})
+    return rows
 
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: list[float], digits: int) -> str:
     """mean ± std over seeds."""
     std = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{std}"
+    return f"{mean(values):.{digits}f}{std}" if values else "-"
 
-def table(found: Found, baseline: str, blocks: Sequence[int]) -> str:
-    """A row for each measure, of equivariance after `blocks` alone, and a column for each run."""
-    rows = [["", *found], ["---"] * (1 + len(found))]
-    for title, own in found[baseline].items():
-        if "top-1" in title or any(f"after block {block}:" in title for block in blocks):
-            digits = 1 if "%" in title else 3
-            row = [title]
-            for columns in found.values():
-                differences = [columns[title][seed] - own[seed] for seed in own]
-                values = spread(columns[title].values(), digits)
-                row.append(f"{values} ({spread(differences, digits)})")
-            rows.append(row)
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+def table(rows: list[dict], baseline: str, blocks: tuple[int, ...]) -> str:
+    """A column for each run; a line for each accuracy on val, and for each measure of equivariance
+    after `blocks`. Of several results of one kind the last counts, which is the newest."""
+    found = {}     # title of a line -> run -> seed -> value
+    for row in rows:
+        shown = row["classes"] or row["block"] in blocks
+        if row["set"] == "val" and shown and "chance" not in row["measure"]:
+            title = f"{row['measure']}, block {row['block']}"
+            found.setdefault(title, {}).setdefault(row["run"], {})[row["seed"]] = row["value"]
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    lines = [["", *runs], ["---"] * (1 + len(runs))]
+    for title, columns in found.items():
+        digits = 1 if "%" in title else 3
+        base = columns[baseline]
+        line = [title]
+        for run in runs:
+            own = columns.get(run, {})
+            differences = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+            line.append(f"{spread([*own.values()], digits)} ({spread(differences, digits)})")
+        lines.append(line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
-def arguments(out: str) -> ArgumentParser:
-    """Flags of sweep.py and imagenette.py."""
+def arguments(program: str) -> ArgumentParser:
+    """The flags of sweep.py and imagenette.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS and val/CLASS; none: drawn images")
-    add("--out", default=out, help="folder of the runs")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
+    add("--out", default=f"runs/{program}", help="folder of the runs")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of all runs")
     add("--launcher", default=sys.executable, help="what runs a script: python, or torchrun")
     add("--workers", type=int, default=8, help="loader processes, with --data")
     add("--print", action="store_true", help="only print the command lines")
     return parser
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a list, print it with the paper's numbers and its table, and write what was found."""
-    parser = arguments("runs/sweep")
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line; `flags` are those of ser.py."""
+    parser = arguments("sweep")
     parser.add_argument("--list", default="layers", choices=list(LISTS), help="what is run")
-    parser.add_argument("--baseline", default="SER", help="run that others are compared with")
-    args, flags = parser.parse_known_args(argv)
-    if not args.data:     # what ser.py has for drawn images, with the paper's 12 blocks
-        flags = ["--depth", "12", *flags]
-    ratio = ser.parse([*flags, "--data", args.data]).ratio
-    lines = (LISTS[args.list] + SER).format(half=ratio / 2, double=ratio * 2)
-    found = measure(lines, args, flags, ["--cache --equivariance"])
-    if found:
-        Path(args.out, f"{args.list}.json").write_text(json.dumps(found, indent=1))
-        print(lines, table(found, args.baseline, (3, 12)), sep="\n")
+    args, args.flags = parser.parse_known_args(argv)
+    ratio = ser.parse([*args.flags, "--data", args.data]).ratio
+    args.lines = LISTS[args.list].format(half=ratio / 2, double=ratio * 2) + BOTH
+    return args
+
+def main(args: Namespace) -> None:
+    """Run a list; print it with the paper's numbers, and its table; write the rows."""
+    rows = measure(args.lines, args, ["--cache --equivariance"])
+    if rows:
+        Path(args.out, f"{args.list}.json").write_text(json.dumps({"rows": rows}, indent=1))
+        print(args.lines, table(rows, "SER", (3, 12)), sep="\n")
 
 if __name__ == "__main__":
-    main()
+    main(settings())

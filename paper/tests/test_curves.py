@@ -1,5 +1,7 @@
 """What a picture of logs shows."""
 import json
+import runpy
+import sys
 
 import pytest
 
@@ -11,7 +13,7 @@ def write_log(folder, *lines):
     return str(folder)
 
 def step(number, inv, **more):
-    return {"step": number, "inv": inv, "inv_chance": 6.0, **more}
+    return {"step": number, "inv": inv, **more}
 
 def test_a_continued_run_counts_each_step_once(tmp_path):
     """Killed after step 8, continued from 4; step 7 was logged the first time alone."""
@@ -19,16 +21,16 @@ def test_a_continued_run_counts_each_step_once(tmp_path):
                     {"seed": 0}, step(5, 3), step(8, 4))
     assert curves.records(run) == {4: step(4, 1), 5: step(5, 3), 8: step(8, 4)}
 
-def test_the_picture_has_both_losses_beside_their_chance(tmp_path):
+def test_the_picture_has_both_losses_of_each_run(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     moco = write_log(tmp_path / "moco", {"seed": 0}, step(1, 5.0), step(2, 4.0))
-    own = write_log(tmp_path / "ser", {"seed": 0}, step(3, 3.0, equiv=7.0, equiv_chance=8.0))
-    curves.draw(figure, [moco, own])
-    shown = [[(line.get_linestyle(), list(line.get_xdata()), list(line.get_ydata()))
-              for line in axes.lines] for axes in figure.axes]
-    assert shown == [
-        [("-", [1, 2], [5, 4]), (":", [1, 2], [6, 6]), ("-", [3], [3]), (":", [3], [6])],
-        [("-", [], []), (":", [], []), ("-", [3], [7]), (":", [3], [8])]]
+    own = write_log(tmp_path / "ser", {"seed": 0}, step(3, 3.0, equiv=7.0))
+    curves.plot(figure, [moco, own])
+    shown = [[(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+             for axes in figure.axes]
+    assert shown == [[([1, 2], [5, 4]), ([3], [3])], [([], []), ([3], [7])]]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [moco, own]
-    curves.main([moco, own, "--out", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "curves.png"
+    monkeypatch.setattr(sys, "argv", ["curves", moco, own, "--out", str(out)])
+    runpy.run_path(curves.__file__, run_name="__main__")
+    assert out.read_bytes().startswith(b"\x89PNG")

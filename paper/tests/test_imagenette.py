@@ -10,7 +10,7 @@ import ser
 from paper.evaluations import robustness
 from paper.experiments import imagenette
 
-VALUES = {"MoCo-v3": 50.0, "control": 51.0, "SER-0.1": 53.0, "SER": 56.0}
+VALUES = {"MoCo-v3": 50, "control": 51, "SER-0.1": 53, "SER": 56, "layer-4": 54, "layer-6": 52}
 
 def fake_run(command, check):
     """In place of a process: writes what an evaluation would. A seed is added to its values."""
@@ -18,29 +18,36 @@ def fake_run(command, check):
         return
     folder = Path(command[command.index("--checkpoint") + 1]).parent
     folder.mkdir(parents=True, exist_ok=True)
-    name, _, seed = folder.name.rpartition("-")
-    value = VALUES[name] + int(seed)
-    head = "MLP" if "--mlp" in command else "linear"
-    rows = {f"{head} on {len(name)} [CLS], top-1 %": value + len(head)}
-    for block in range(1, 7):
-        for element in ("rot90", "hflip", "scale"):
-            rows[f"{element} after block {block}: cosine (A.2)"] = 9
-            rows[f"{element} after block {block}: retrieval (chance 0.1)"] = block + value / 100
-    rows = {title: {"untrained": 40.0, "trained": one} for title, one in rows.items()}
-    (folder / "eval.json").write_text(json.dumps({"rows": rows}))
-    sets = {"fog/1": {"top-1": value - 20}, "fog/2": {"top-1": value - 30}}
-    (folder / "robustness-c.json").write_text(json.dumps({"found": sets}))
+    run, _, seed = folder.name.rpartition("-")
+    value = VALUES[run] + int(seed)
+    rows = [{"set": "val", "classes": 10, "measure": "mlp top-1 %", "block": 6, "value": value + 3},
+            {"set": "val", "classes": 10, "measure": "linear top-1 %", "block": 6, "value": value}]
+    for block in (2, 4, 6):
+        row = {"set": "val", "classes": None, "block": block, "value": block + value / 100}
+        rows += [row | {"measure": "rot90 score"}, row | {"measure": "rot90 retrieval"}]
+    own = [row | {"encoder": "trained"} for row in rows]
+    first = [row | {"encoder": "untrained", "value": VALUES[run] - 20} for row in rows]
+    (folder / "eval.json").write_text(json.dumps({"rows": own + first}))
+    if "--c" in command:
+        assert command[command.index("--head") + 1] == str(folder / "head-cache.pt")
+        sets = [{"set": f"C/fog/{i}", "measure": "linear top-1 %", "value": value - 10 * i}
+                for i in (2, 3)]
+        (folder / "robustness.json").write_text(json.dumps({"rows": sets}))
 
 def test_the_arms_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size(capsys):
-    imagenette.main(["--data", "D", "--seeds", "1", "--print", "--bf16"])
+    argv = ["--data", "D", "--seeds", "1", "--print", "--bf16"]
+    imagenette.main(imagenette.settings(argv))
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-    arms = [ser.parse(words[1:]) for words in lines[::3]]
-    assert [(one.ratio, one.weight, one.cls_layer) for one in arms] == [
-        (0, 0.5, 0), (0.03125, 0, 2), (0.03125, 0.1, 2), (0.03125, 0.5, 2)]
-    own = vars(arms[3])
-    assert all(vars(one) | {"weight": 0.5, "out": own["out"]} == own for one in arms[1:])
-    assert own["bf16"] and own["seed"] == 1 and ser.b2_images(arms[3], 1) == 4
-    parameters = ser.new_encoder(arms[3]).parameters()
+    arms = [vars(ser.parse(words[1:])) for words in lines[::3]]
+    own = arms[-1]
+    assert [{key: arm[key] for key in arm if arm[key] != own[key] and key != "out"} for arm in arms
+            ] == [
+        {"ratio": 0, "cls_layer": 0, "equiv_layers": []}, {"weight": 0}, {"weight": 0.1},
+        {"equiv_layers": [4], "cls_layer": 4}, {"equiv_layers": [6], "cls_layer": 0}, {}]
+    assert (own["bf16"], own["seed"], own["weight"], own["cls_layer"]) == (True, 1, 0.5, 2)
+    settings = ser.Namespace(**own)
+    assert ser.b2_images(settings, 1) == 16 and own["equiv_layers"] == [2]
+    parameters = ser.new_encoder(settings).parameters()
     assert sum(p.numel() for p in parameters) == pytest.approx(1.2e6, rel=0.02)
     heads = [eval_linear.arguments().parse_args(words[1:]) for words in (lines[1], lines[2])]
     assert [(one.cache, one.equivariance, one.mlp) for one in heads] == [(1, 1, 0), (1, 1, 1)]
@@ -53,17 +60,21 @@ def test_tables_corruptions_and_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(robustness, "make", lambda *where, **how: made.append((where, how)))
     monkeypatch.setattr(figure.Figure, "savefig", lambda one, path: shown.append(one))
     out = tmp_path / "runs"
-    imagenette.main(["--data", "D", "--out", str(out), "--seeds", "0", "2", "--corruptions"])
+    argv = ["--data", "D", "--out", str(out), "--seeds", "0", "2", "--corruptions"]
+    imagenette.main(imagenette.settings(argv))
     assert made == [((str(out / "corrupted"), "D/val"), {"per_class": 10})]
     _, first, second = capsys.readouterr().out.split("the difference to ")
     assert first.startswith("control\n") and second.startswith("MoCo-v3\n")
-    cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in first.splitlines()}
-    assert cells["| linear, top-1 %"] == [
-        "57.0 ± 1.4 (-1.0 ± 0.0)", "40.0 ± 0.0 (-18.0 ± 1.4)", "58.0 ± 1.4 (0.0 ± 0.0)",
-        "60.0 ± 1.4 (2.0 ± 0.0)", "63.0 ± 1.4 (5.0 ± 0.0) |"]
-    assert cells["| MLP, top-1 %"][4].startswith("60.0 ± 1.4 (5.0 ")
-    assert cells["| corrupted: linear, top-1 %"][3].startswith("32.0 ± 1.4 (5.0 ")
-    assert len([title for title in cells if "rot90 after" in title]) == 2 * 2     # blocks 2 and 6
-    *_, seed, mean = shown[0].axes[0].lines     # of SER
-    assert list(seed.get_ydata()) == pytest.approx([block + 0.58 for block in range(1, 7)])
-    assert list(mean.get_ydata()) == pytest.approx([block + 0.57 for block in range(1, 7)])
+    table = [line.strip("| ").split(" | ") for line in first.splitlines()[2:]]
+    cells = {line[0]: dict(zip(["", *table[0]], line)) for line in table}
+    assert cells["linear top-1 %, block 6"]["SER"] == "57.0 ± 1.4 (5.0 ± 0.0)"
+    assert cells["linear top-1 %, block 6"]["untrained"] == "36.0 ± 0.0 (-16.0 ± 1.4)"
+    assert cells["mlp top-1 %, block 6"]["layer-6"] == "56.0 ± 1.4 (1.0 ± 0.0)"
+    assert cells["corrupted linear top-1 %, block 6"]["SER-0.1"] == "29.0 ± 1.4 (2.0 ± 0.0)"
+    assert len([title for title in cells if "rot90" in title]) == 2 * 3
+    for axes, blocks in zip(shown[0].axes, ([2, 2, 2, 4, 6, 2], [6] * 6)):
+        for run, block, dots in zip(imagenette.NAMES, blocks, axes.collections, strict=True):
+            own = [VALUES[run], VALUES[run] + 2]
+            assert dots.get_offsets().tolist() == [
+                [pytest.approx(block + value / 100), value] for value in own]
+        assert [list(line.get_ydata()) for line in axes.lines] == [[52, 54, 57], [57, 55, 53]]

@@ -44,12 +44,12 @@ def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
     overhead.compare({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, 2, 12)
     assert called == ["a", "b", "b", "a", "a", "b"]
     _, second = map(str.split, capsys.readouterr().out.splitlines())
-    assert second[:7] == ["b", "7.500", "s", "1.6", "images/s", "1.750x", "(1.500-2.000)"]
+    assert second[:7] == ["b", "7.5000", "s", "1.6", "images/s", "1.750x", "(1.500-2.000)"]
 
 def test_the_rows_of_a_clock_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(overhead, "BATCH", 8)
     save_image(torch.rand(3, 40, 30), tmp_path / "1.png")
     monkeypatch.setitem(overhead.SIDES, "step", [("moco", "0"), ("ser", "0.25")])
-    overhead.main(["--rows", "step", "loader", "--data", str(tmp_path), "--rounds", "1",
-                   "--cls-layer", "1", *TOY])
+    overhead.main(overhead.settings(["--rows", "step", "loader", "--data", str(tmp_path),
+                                     "--rounds", "1", "--cls-layer", "1", *TOY]))
     assert capsys.readouterr().out.count("images/s") == 4

@@ -22,13 +22,18 @@ def run_here(command, check):
         module = importlib.import_module(words[0])
         ser.train(module.settings(words[1:]), module.build, module.dataset)
 
+def printed(capsys, *words):
+    """The command lines of a sweep of one seed: trainings, and evaluations."""
+    sweep.main(sweep.settings([*words, "--seeds", "3", "--print", "--launcher", "python"]))
+    lines = capsys.readouterr().out.splitlines()
+    return [[line.split()[1:] for line in part] for part in (lines[::2], lines[1::2])]
+
 @pytest.mark.parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     """Each line is one that its program takes, and whose model can be built."""
-    sweep.main(["--list", name, "--data", "D", "--seeds", "3", "--print", "--launcher", "python"])
-    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = set()
-    for training, evaluation in zip(lines[::2], lines[1::2]):
+    trainings, evaluations = printed(capsys, "--list", name, "--data", "D")
+    for training, evaluation in zip(trainings, evaluations):
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
         settings = getattr(program, "settings", ser.parse)(training[1:])
         with torch.device("meta"):
@@ -38,43 +43,50 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         known = eval_linear.arguments().parse_args(evaluation[1:])
         assert (known.checkpoint, known.data) == (f"{settings.out}/last.pt", "D")
         if settings.out.endswith("layer-9-3"):
-            assert settings.cls_layer == 9 and list(model.heads) == ["9"]
-    assert len(trained) == len(lines) / 2 >= 4
+            assert settings.cls_layer == 9 and list(model.projectors) == ["9"]
+    assert len(trained) == len(trainings) >= 4
 
-def test_drawn_images_have_twelve_blocks_and_a_ratio_that_fills_b2(capsys):
-    sweep.main(["--list", "r", "--seeds", "0", "--print", "--ratio", "0.5"])
-    training = capsys.readouterr().out.splitlines()[::2]
-    settings = [ser.parse(line.split()[2:]) for line in training]
-    assert [ser.b2_images(one, 1) / one.depth for one in settings] == [0, 16 / 12, 64 / 12, 32 / 12]
+def test_half_and_double_r_are_of_the_ratio_that_ser_has(capsys):
+    trainings, _ = printed(capsys, "--list", "r", "--ratio", "0.5")
+    assert [ser.parse(words[1:]).ratio for words in trainings] == [0.25, 1, 0, 0.5]
 
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(sweep, "SER", "\nSER 69.28 ser --equiv-layers 1 --cls-layer 1 --ratio .25")
+    monkeypatch.setattr(sweep, "BOTH", "\nSER 69.28 ser --equiv-layers 1 --cls-layer 1 --ratio .25")
     monkeypatch.setitem(sweep.LISTS, "r", "equi 69.51 equimod --layer 1")
     class_folders(tmp_path / "train", per_class=3)
     class_folders(tmp_path / "val", per_class=1, seed=6)
     argv = (f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --depth 2 "
             "--image-size 16 --patch-size 4 --dim 16 --heads 2 --moco-hidden 16 --batch-size 8 "
             "--epochs 1 --warmup-epochs 0 --base-lr 0.1").split()
-    sweep.main(argv)
-    found = json.loads((tmp_path / "runs" / "r.json").read_text())
-    assert list(found) == ["equi", "untrained", "SER"]
-    rows = json.loads((tmp_path / "runs" / "SER-5" / "eval.json").read_text())["rows"]
-    for name, column in (("SER", "trained"), ("untrained", "untrained")):
-        assert [one["5"] for one in found[name].values()][-12:] == [
-            row[column] for row in rows.values()][-12:]
-    assert "| val, 6 answers: linear, top-1 % | " in capsys.readouterr().out
-    sweep.main(argv)
+    sweep.main(sweep.settings(argv))
+    written = (tmp_path / "runs" / "r.json").read_text()
+    for run, encoder in (("SER", "trained"), ("untrained", "untrained")):
+        folder = tmp_path / "runs" / "SER-5"
+        theirs = json.loads((folder / "eval.json").read_text())["rows"]
+        kept = [row for row in json.loads(written)["rows"] if row["run"] == run]
+        assert [row | {"run": run, "seed": 5} for row in theirs if row["encoder"] == encoder] == [
+            row for row in kept if row["seed"] == 5][-len(theirs) // 2:]
+    table = capsys.readouterr().out
+    assert "| untrained | equi | SER |" in table and "| linear top-1 %, block 2 | " in table
+    sweep.main(sweep.settings(argv))
     log = (tmp_path / "runs" / "SER-4" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
-    assert json.loads((tmp_path / "runs" / "r.json").read_text()) == found
+    assert (tmp_path / "runs" / "r.json").read_text() == written
 
 def test_the_table_has_means_and_differences_within_a_seed():
-    """The differences -1, -1 have no spread, though the values have."""
-    own = {"20-NN, top-1 %": {0: 50.0, 1: 52.0}, "hflip after block 2: cosine": {0: 0.5, 1: 0.75},
-           "hflip after block 22: cosine": {0: 0.5, 1: 0.75}, "best rate": {0: 1, 1: 1}}
-    other = {title: {seed: value - 1 for seed, value in one.items()} for title, one in own.items()}
-    assert sweep.table({"a": other, "b": own}, "b", (1, 2)).splitlines()[2:] == [
-        "| 20-NN, top-1 % | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
-        "| hflip after block 2: cosine | -0.375 ± 0.177 (-1.000 ± 0.000) "
-        "| 0.625 ± 0.177 (0.000 ± 0.000) |"]
+    """The differences -1, -1 have no spread, though the values have. The newest result counts."""
+    rows = []
+    for run, less in (("a", 1), ("b", 0)):
+        for seed, value in ((0, 9), (0, 50), (1, 52)):
+            row = {"run": run, "seed": seed, "set": "val", "classes": 10, "block": 6}
+            rows.append(row | {"measure": "20-NN top-1 %", "value": value - less})
+            rows.append(rows[-1] | {"set": "sketch", "value": 0})
+            for block in (2, 22):
+                row = row | {"classes": None, "block": block}
+                rows.append(row | {"measure": "hflip score", "value": seed / 4 - less})
+                rows.append(row | {"measure": "hflip chance", "value": 0.1})
+    assert sweep.table(rows, "b", (1, 2)).splitlines()[2:] == [
+        "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
+        "| hflip score, block 2 | -0.875 ± 0.177 (-1.000 ± 0.000) "
+        "| 0.125 ± 0.177 (0.000 ± 0.000) |"]
