@@ -3,31 +3,29 @@
 Self-supervised learning makes the final embedding of an image invariant to augmentations, and so
 erases geometric structure. SER keeps that objective and adds a second one at an intermediate layer,
 where the patch tokens still form a map of the image:
-
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch: images of b1 get the usual random crops (T), images of
-                   b2, a share r = .01, get invertible geometry from a group G instead (T_eq)
+    b1, b2         the two parts of a batch, both with colour jitter: b1 with the usual random crops
+                   (T); b2, a share r = .01, with invertible geometry from a group G instead (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
                    one mean, where Eq. 3 reads as a sum of two (section 6 says why)
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
-
+Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; r = .01: 3 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
-
-`# Paper:` marks what the paper prescribes, `# Choice:` what it leaves open. In six points we follow
-the paper where the authors' release (github.com/aitrics-chris/SER at dbe5e93) has
+`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent or, for L_inv,
+positions, heads and rate, against it. In six points we follow it where the release, dbe5e93, has
     one crop of an image for both views of b2, not the whole image      builder/moco.py:42-43
     flips and half-turns in view 2 exactly where view 1 has none        builder/moco.py:921-922
     tokens of the momentum encoder on the side that is moved            builder/moco.py:498-503
     projection before the move, not after it                            builder/moco.py:502, 949
-    both directions, with all tokens gathered without a gradient        builder/moco.py:956, 1067
+    both views as anchors, and no gradient through the gathered tokens  builder/moco.py:956, 1067
     bicubic resizing without antialiasing                               builder/utils.py:934, 942
 Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
-    C h w    channels (3 of pixels), rows and columns of a map; S x S pixels of a square view
+    C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
 """
@@ -40,7 +38,7 @@ import random
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import IO, Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,36 +51,33 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# Sections 1 and 4 can be copied to where math, torch and typing.NamedTuple are imported. Their use:
-#     aligned = rho(relative(g2, g1), h1)                   h1, h2: f1 of view 1 and view 2 of b2
+# Sections 1 and 4 can be copied to where math, torch and typing.NamedTuple are imported. Their use,
+# for two maps of b2, h1 = f1(x1) and h2 = f1(x2), and project = projector(D):
+#     aligned = rho(relative(g2, g1), h1)
 #     z, z_prime = project(aligned.flatten(2).mT), project(h2.flatten(2).mT)
-#     loss = patch_ntxent(z, z_prime)                       project: a projector(D)
+#     loss = patch_ntxent(z, z_prime)
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image of a batch; scaling is stored as the grid that it leads to."""
+    """An element of G for each image, on the CPU. A scaling is stored as the grid it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
-    grid: tuple[int, int]    # (H, W) of all results, in tokens; Choice: one, as in the release
+    grid: tuple[int, int]    # (H, W) of moved maps, in tokens; Choice: one for all B (release)
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    Elements that are left out are sampled, too, and then made the identity."""
+    What `elements` leaves out becomes the identity; the rest samples the same numbers as before."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
-    flip = torch.rand(batch, generator=generator) < 0.5
-    turns = torch.randint(4, (batch,), generator=generator)
+    flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
+    turns = torch.randint(4, (batch,), generator=generator) * ("rot90" in elements)
     # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
     u, v = torch.rand(2, generator=generator).tolist()
     area = 0.7 + 0.6 * u                    # uniform
-    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform
-    height = round(grid * math.sqrt(area / aspect))
+    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform, 3/4 to 4/3
+    height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
     width = round(grid * math.sqrt(area * aspect))
-    if "hflip" not in elements:
-        flip = torch.zeros_like(flip)
-    if "rot90" not in elements:
-        turns = torch.zeros_like(turns)
     if "scale" not in elements:
         height = width = grid
     return Geometry(flip, turns, (height, width))
@@ -99,7 +94,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, one operator for all uses."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, one for crops and rho."""
     if x.shape[-2:] == size:
         return x
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack kernels
@@ -108,24 +103,24 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
     cell=1 moves token maps, cell=patch_size moves pixels. Flips and turns permute, bit for bit;
-    only a change of size resamples. Gradients flow through. All ranks must share g.grid."""
+    only a change of size resamples. Gradients flow through. Raises ValueError if g is not for B."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
-            same = (g.flip == flip) & (g.turns == turns)     # images that share this element
-            rows = same.nonzero().flatten().to(x.device, non_blocking=True)
-            if len(rows) > 0:     # g is on the CPU: no wait for a GPU
+            shared = (g.flip == flip) & (g.turns == turns)     # (B,) bool, images of this element
+            rows = shared.nonzero().flatten().to(x.device, non_blocking=True)
+            if len(rows) > 0:
                 part = x[rows].flip(-1) if flip else x[rows]
                 part = torch.rot90(part, turns, (-2, -1))
                 moved[rows] = resize(part, size)
     return moved
 
 # ==== 2. Views: T for b1, T_eq for b2 (paper 3.2) =================================================
-# The loader decodes and cuts images; the device applies rho to b2 and jitters all images. Every
-# image and step has a seed of its own, so no two workers or ranks sample the same numbers.
+# The loader decodes and crops images; the device applies rho to b2 and jitters all images. Seeds
+# depend on the image and epoch, or on the step, never on the worker: a run can be repeated.
 class ViewSettings(NamedTuple):
     """How a view is made; views 1 and 2 of MoCo-v3 differ in blur and solarization."""
     size: int                       # side of the view, pixels
@@ -134,9 +129,10 @@ class ViewSettings(NamedTuple):
     solarize: float                 # probability
 
 class Augmentation(NamedTuple):
-    """What made a view of an image; the defaults do nothing. Of a batch: (B,), order (B, 4)."""
-    top: float = 0.0                    # of the crop, in shares of the image's height and width;
-    left: float = 0.0                   # read by paper/methods/augself.py
+    """What made a view of an image; the defaults do nothing. From top to width: the crop, in shares
+    of the image. Collated by the loader, each field is a tensor (B,), and order is (B, 4)."""
+    top: float = 0.0
+    left: float = 0.0
     height: float = 1.0
     width: float = 1.0
     flip: bool = False                  # mirrored after the crop
@@ -144,7 +140,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # order[k]: which of the four above is applied k-th
+    order: Tensor = torch.arange(4)     # order[k]: which of these four is k-th; set by make_views
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -154,14 +150,14 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # rows b1, then b2; read by paper/methods/
+    augmentation: Augmentation     # rows b1, then b2; read by methods in paper/methods
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator whose seed depends on the whole key: Python hashes its text with SHA-512."""
+    """A CPU generator whose seed is a hash of the key's text, by random.Random: SHA-512."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
@@ -171,7 +167,8 @@ def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tens
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
-        made = Augmentation(top / h, left / w, height / h, width / w, flip=random.random() < 0.5)
+        flip = random.random() < 0.5
+        made = Augmentation(top / h, left / w, height / h, width / w, flip)
     # Choice: a whole image is made a square, as a crop is.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if made.flip:
@@ -247,7 +244,7 @@ JITTER = (
 
 def photometric(x: Tensor, made: Augmentation) -> Tensor:
     """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `made`, and normalised."""
-    def column(name: str) -> Tensor:
+    def column(name: str) -> Tensor:     # flags become 0 and 1
         return getattr(made, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
     # Choice: one order for all images, as in the release; torchvision samples one for each.
@@ -256,7 +253,7 @@ def photometric(x: Tensor, made: Augmentation) -> Tensor:
         x = operation(x, column(name))
     x = torch.where(column("gray") > 0, rgb_to_grayscale(x, num_output_channels=3), x)
     rows = made.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(rows) > 0:     # all images of view 1, but a tenth of view 2
+    if len(rows) > 0:     # all images of view 1, a tenth of those of view 2
         x[rows] = gaussian_blur(x[rows], column("blur")[rows])
     x = torch.where((column("solarize") > 0) & (x >= 128 / 255), 1 - x, x)
     return normalise(x)
@@ -273,17 +270,16 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, v))
         made = made._replace(order=order.expand(len(x), 4))
         b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in made]))
-        view = View(b1, None, None, made)
+        b2 = g = None
         if n_b2 > 0:
-            # Every rank samples for the b2 of all ranks, which share the grid, and keeps its rows.
+            # Every rank samples g for all ranks, so that the grid is one, and keeps its own rows.
             g = sample_geometry(ranks * n_b2, pixels.shape[-1] // args.patch_size, args.group,
                                 rng(args.seed, "geometry", step, v))
             own = slice(rank * n_b2, (rank + 1) * n_b2)
             g = Geometry(g.flip[own], g.turns[own], g.grid)
             moved = rho(g, x[n_b1:], args.patch_size)
             b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in made]))
-            view = View(b1, b2, g, made)
-        views.append(view)
+        views.append(View(b1, b2, g, made))
     return views
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
@@ -298,9 +294,11 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attn["qkv"](self.norm1(x)).chunk(3, dim=2)                    # (B, N, D) each
-        q, k, v = [t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in qkv]
-        attended = F.scaled_dot_product_attention(q, k, v)                       # (B, heads, N, .)
+        q, k, v = self.attn["qkv"](self.norm1(x)).chunk(3, dim=2)        # (B, N, D) each
+        q = q.unflatten(2, (self.heads, -1)).transpose(1, 2)             # (B, heads, N, D / heads)
+        k = k.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        v = v.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
         return x + self.mlp["fc2"](hidden)
@@ -309,7 +307,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block where it is in, no norm
+    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), its [CLS], no norm; for probes (4.1)
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
@@ -317,8 +315,6 @@ class ViT(nn.Module):
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384, depth: int = 12,
                  heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        if not 0 <= cls_layer < depth:
-            raise ValueError(f"cls_layer {cls_layer} must lie in 0..{depth - 1}")
         self.grid = image_size // patch_size
         self.patch_size = patch_size
         self.dim = dim
@@ -330,7 +326,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. qkv is
-        # three matrices in one; the gain makes its bound sqrt(6 / (4 D)) theirs, sqrt(6 / (2 D)).
+        # three D x D matrices in one: the gain gives each its own bound, sqrt(6 / (2 D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
@@ -342,8 +338,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), h and w any multiples of the patch size. layers: the blocks whose
-        maps and cls_at are returned; 0 is the embedding."""
+        """Encode (B, 3, h, w), any multiples of the patch size; layers: whose maps to return."""
         x = self.patch_embed["proj"](images)                        # (B, D, H, W)
         grid = tuple(x.shape[-2:])
         x = (x + resize(self.pos_embed, grid)).flatten(2).mT        # (B, N, D)
@@ -359,7 +354,8 @@ class ViT(nn.Module):
                     patches = x[:, 1:]
                 maps[layer] = patches.mT.unflatten(2, grid)
             if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
-                x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+                cls = self.cls_token.expand(x.shape[0], -1, -1)
+                x = torch.cat([cls, x], dim=1)
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
@@ -391,10 +387,8 @@ class AllGather(torch.autograd.Function):
 
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
-
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
-
     where s is the cosine divided by the temperature. z, z_prime: (B, N, K), the projected tokens of
     rho_g(f1(x1)) and of f1(x2), of any float dtype; computed in fp32. Anchors are local, keys come
     from all ranks: the mean over ranks is the loss of the whole batch. All ranks must have the same
@@ -435,11 +429,11 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
     return torch.cat([b1.cls, b2.cls]), b2.maps
 
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP: no biases, BatchNorm and ReLU in between, a BatchNorm (not affine) at last."""
+    """MoCo-v3's: no biases, BatchNorm and ReLU between layers, BatchNorm without affine last."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # for the last BatchNorm and ReLU
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # replaces BatchNorm and ReLU
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -450,14 +444,13 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # MoCo-v3's keys have no gradient; others' keep theirs
+            k = AllGather.apply(k)     # keys may have a gradient; MoCo-v3's have none
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021): the query of one view of an image is to find, among the keys of
-    the batch, that of its other view. Keys are made by a momentum copy of the network."""
+    """MoCo-v3 (Chen et al. 2021). Keys are made by a momentum copy of encoder and projector."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -510,37 +503,32 @@ class SER(nn.Module):
         self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
 
     def forward(self, views: Sequence[View]) -> dict:
-        """Algorithm 1, for views 1 and 2: `loss`, which carries the gradient, and its parts."""
+        """Algorithm 1, for one or more pairs of views: `loss`, for backward, and detached parts."""
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
-        cls = [view_cls for view_cls, _ in encoded]         # of each view, (B, D): b1, then b2
-        maps = [view_maps for _, view_maps in encoded]      # of each, layer -> (B2, D, H, W): b2
-
-        # Choice: one mean over b1 and b2, as in the release. A rank with 256 images has 3 of them
-        # in b2. If b2 had a mean of its own, as Eq. 3 reads, each of the 3 would weigh as much as
-        # 253 / 3 = 84 images of b1.
+        cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
+        maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
+        # Choice: one loss over b1 and b2, as in the release; Eq. 3 adds a loss of each. Of the 256
+        # images of a rank 3 are in b2: in a mean of their own, each would weigh as 84 of b1 do.
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
-
-        # Choice: the mean over layers, the sum over pairs of views (multicrop.py has three).
+        # Choice: the mean over layers, the sum over pairs of views (paper/methods/multicrop.py).
         equiv = 0.0
-        for layer in self.layers:
-            project = self.projectors[str(layer)]
-            for first in range(0, len(views), 2):
-                second = first + 1
-                g = relative(views[second].geometry, views[first].geometry)
-                h1 = maps[first][layer]                 # f1(x1), (B2, D, H1, W1)
-                h2 = maps[second][layer]                # f1(x2), (B2, D, H2, W2)
+        for layer, project in zip(self.layers, self.projectors.values()):
+            for i in range(0, len(views), 2):
+                g = relative(views[i + 1].geometry, views[i].geometry)
+                h1 = maps[i][layer]                     # f1(x1), (B2, D, H1, W1)
+                h2 = maps[i + 1][layer]                 # f1(x2), (B2, D, H2, W2)
                 aligned = rho(g, h1)                    # (B2, D, H2, W2)
-                # Paper: 3.3, align first, then project.
-                z = project(aligned.flatten(2).mT)      # (B2, N, K)
+                z = project(aligned.flatten(2).mT)      # (B2, N, K); Paper: 3.3, after aligning
                 z_prime = project(h2.flatten(2).mT)     # (B2, N, K)
-                equiv = equiv + patch_ntxent(z, z_prime, self.temperature) / len(self.layers)
+                equiv = equiv + patch_ntxent(z, z_prime, self.temperature)
+        equiv = equiv / len(self.layers)
         # With a weight of 0 L_equiv is computed, too: the control differs in nothing else.
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-# ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2), or MoCo-v3's ========
+# ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2) ======================
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=3, equiv_layers=[3],
              ratio=0.25, crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)     # the defaults for synthetic images
@@ -555,9 +543,9 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=int, default=16, help="side of a patch, pixels")
     add("--dim", type=int, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=int, default=6, help="attention heads (DINO, DeiT: 6; MoCo-v3: 12)")
+    add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2; 0: no SER (and --cls-layer 0)")
+    add("--ratio", type=float, default=0.01, help="r, share of b2; 0, with --cls-layer 0: MoCo-v3")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
@@ -567,7 +555,7 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (release; MoCo-v3: 1.5e-4)")
+    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (Choice: the release's)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
@@ -584,20 +572,20 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
         parser.set_defaults(**small)
     args = parser.parse_args(argv)
     if args.ratio == 0:
-        args.equiv_layers = []     # otherwise, nobody would train their projectors
+        args.equiv_layers = []     # without b2, projectors would get no gradient
     if args.warmup_epochs >= args.epochs:     # Choice: then for a tenth of the run
         args.warmup_epochs = args.epochs / 10
     return args
 
 def b2_images(args: Namespace, ranks: int) -> int:
-    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, but 20 on one alone."""
+    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, or 20 on a single one."""
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 def check_settings(args: Namespace, images: int, ranks: int) -> None:
     """Exit with one sentence if no run can have these settings, so many images and ranks."""
     size = args.batch_size
     b2 = b2_images(args, ranks) * ranks
-    least = max(2, ranks)     # images of b2: L_equiv needs two, and each rank has as many
+    least = max(2, ranks)     # of b2: L_equiv needs two images, every rank the same number, not 0
     fits = min(size, images) // ranks * ranks
     for flag, right, advice in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
@@ -607,11 +595,10 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("weight", args.weight >= 0, "0 or more"),
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
-            ("data", images >= 2 * least, f"{images} images, where a step takes {2 * least}"),
-            ("batch_size", size > least, f"above {least}, which L_equiv alone takes"),
+            ("batch_size", size > least, f"above {least}, the least that b2 can have"),
             ("batch_size", size == fits, f"try {fits}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or 2 <= b2 < size, f"{b2} of {size} images would be in b2: "
-             f"try {least / max(1, size):.3g}, or 0 for no SER")):
+             f"try {least / max(1, size):.3g}, or 0")):
         if not right:
             sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {advice}")
 
@@ -654,8 +641,9 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
-    tint = torch.randn(n, 3, 7, 7, generator=g)     # its mean goes: colour without brightness
-    tint = F.interpolate(tint - tint.mean(1, keepdim=True), (size, size), mode="bicubic")
+    tint = torch.randn(n, 3, 7, 7, generator=g)
+    tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
+    tint = F.interpolate(tint, (size, size), mode="bicubic")
     images = light[:, None] + 0.1 * tint + 0.08 * torch.randn(n, 3, size, size, generator=g)
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
@@ -718,6 +706,7 @@ def save(path: Path, **state) -> None:
     """Write beside `path`, then rename: a kill at any moment leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(path.with_suffix(".tmp"), path)
 
@@ -725,11 +714,11 @@ def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
-        encoder = new_encoder(Namespace(**state["settings"]))     # none in timm's: convert.py
+        encoder = new_encoder(Namespace(**state["settings"]))     # timm's checkpoints: convert.py
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
-def resume(path: Path, settings: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(path, settings, model, optimizer) -> int:
     """Load a checkpoint and return its step. Exits with one sentence if it is of another run."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     there = state["settings"]
@@ -742,14 +731,14 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: torch.optim.
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
 
-def save_views(path: Path, views: Sequence[View], cell: int) -> None:
+def save_views(path, views, cell) -> None:
     """Up to eight rows of rho_g(x1) and x2 of b2, which are to agree up to colours and blur."""
     g = relative(views[1].geometry, views[0].geometry)
     moved = rho(g, views[0].b2, cell)
-    rows = torch.stack([moved, views[1].b2], dim=1)[:8].cpu()
-    save_image(rows.flatten(0, 1) * STD + MEAN, path, nrow=2)
+    pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
+    save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
 
-def record(log: IO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+def record(log, bar, step, losses, lr) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
@@ -757,25 +746,27 @@ def record(log: IO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
         dist.all_reduce(values)
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
     bar.set_postfix({name: f"{mean:.3g}" for name, mean in means.items() if name != "loss"})
-    print(json.dumps({"step": step, **means, "images_per_s": bar.format_dict["rate"]}), file=log)
+    rate = bar.format_dict["rate"]     # images per second; None before the bar knows
+    print(json.dumps({"step": step, **means, "images_per_s": rate}), file=log)
     if not math.isfinite(means["loss"]):
-        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr, a new --out")
+        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args: Namespace, source: Sequence, model: nn.Module, b2: int) -> None:
+def announce(args, source, model, b2, done) -> None:
     """Print what a run has found, and its losses at chance, where all embeddings look alike."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
         where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
-    equiv = math.log(1 + 2 * model.base.encoder.grid ** 2 * max(0, b2 - 1))     # 1 + negatives
-    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; "
-          f"warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
-    print(f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}, L_equiv {equiv:.3f}")
+    tokens = model.base.encoder.grid ** 2
+    equiv = math.log(1 + 2 * tokens * max(0, b2 - 1))     # of 1 + the number of negatives
+    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {done} "
+          f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
+    inv = model.base.chance(args.batch_size)
+    print(f"at chance, L_inv is {inv:.3f} and L_equiv about {equiv:.1f}")
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw) -> Path:
-    """Run, or continue, a training; returns the path of its checkpoint. Another method gives a
-    model, data set or optimizer of its own."""
+    """Run or continue a training, of MoCo-v3 + SER by default; returns the checkpoint's path."""
     device = setup()
     ranks, rank = ranks_and_rank()
     source = list_images(args.data) if args.data else synthetic_images(4096, args.image_size, 0)[0]
@@ -787,11 +778,11 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
     model = make_model(args).to(device)
     method = f"{type(model).__name__} on {type(model.base).__name__}"
     settings = vars(args) | {"method": method, "images": len(source), "ranks": ranks}
-    if device.type == "cuda" and ranks > 1:     # CPUs cannot: each rank has its own mean
+    if device.type == "cuda" and ranks > 1:     # on CPUs, each rank has statistics of its own
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    wrap = nn.parallel.DistributedDataParallel     # without device_ids, as Geometry is on the CPU
+    wrap = nn.parallel.DistributedDataParallel     # no device_ids: Geometry is to stay on the CPU
     parallel = wrap(model, gradient_as_bucket_view=True) if ranks > 1 else model
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
@@ -800,7 +791,7 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
     b2 = ranks * b2_images(args, ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2}), file=log)
     if rank == 0:
-        announce(args, source, model, b2)
+        announce(args, source, model, b2, f"{start} of {steps}")
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
                unit=" images", unit_scale=True)
 
@@ -814,7 +805,7 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         views = make_views(loaded, args, step)
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
-        # Forward. DINO's stochastic depth samples here.
+        # Forward. The seed is for methods that sample here, as DINO's stochastic depth.
         torch.manual_seed(rng(args.seed, "step", step, rank).initial_seed())
         with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or args.bf16):
             losses = parallel(views)

@@ -8,8 +8,7 @@ from pathlib import Path
 import eval_linear
 
 def write(path: Path, rows: list, args: Namespace, step: int, encoder: str = "trained") -> None:
-    """Add eval_linear.make_rows of an encoder, trained for so many steps, to the results in a file,
-    where those of other settings stay."""
+    """Add eval_linear.make_rows of an encoder to a file. step: of the checkpoint evaluated."""
     common = {"encoder": encoder, "step": step, "settings": vars(args)}
     eval_linear.merge(path, [row | common for row in rows])
 

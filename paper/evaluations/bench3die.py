@@ -3,20 +3,17 @@
     curl -LO https://github.com/facebookresearch/SIE/raw/HEAD/data/val_images.npy
     python -m paper.evaluations.bench3die --data 3DIEBench --checkpoint runs/main/last.pt
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data are 17 GB of
-Garrido et al. 2023: 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each of
-52,472 objects of 55 classes. val_images.npy of their repository (--split) lists the objects to
-validate on, as "/SYNSET/OBJECT/"; all others are trained on. Results are added to bench3die.json
-beside the checkpoint, or in --out.
+With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data (17 GB) of
+Garrido et al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each
+of 52,472 objects. val_images.npy lists those to validate on, as "/SYNSET/OBJECT/"; all others are
+trained on. Results are added to bench3die.json beside the checkpoint, or in --out.
 
-Paper: "linear probing on its 2D renderings"; the parameters of the renderings are not used. It
-leaves open the split, the views, the crops and the training. Here the protocol is that of ImageNet:
-eval_linear.py with all its flags; --val, --test and --equivariance do nothing. A constant guess of
-the largest class is right on 16% of val.
+Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
+the views, the crops and the training. Here the protocol is that of ImageNet: eval_linear.py with
+its flags, but --val, --test and --equivariance do nothing. 16% of val are of the largest class.
 """
 from argparse import Namespace
 from pathlib import Path
-from typing import Sequence
 
 import numpy
 import torch
@@ -35,7 +32,7 @@ PAPER = {     # top-1 and top-5, percent (Table 1)
 
 class Renderings(Dataset):
     """Index -> rendering (3, S, S) uint8 and label. items: folder, views to sample from, label."""
-    def __init__(self, items: Sequence[tuple[Path, range, int]], size: int):
+    def __init__(self, items: list[tuple[Path, range, int]], size: int):
         self.items = items
         # Choice: no crop, as the authors (who keep 256 pixels): the object is centred. Normalised
         # as ImageNet, which the encoder was trained on; the authors as 3DIEBench.

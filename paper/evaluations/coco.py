@@ -127,8 +127,7 @@ def lr_at(step: int, args: Namespace) -> float:
     return rate
 
 def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None:
-    """Train all but the encoder, from the checkpoint at `path` on if there is one. Each epoch has
-    its own order."""
+    """Train all but the encoder, from the checkpoint at `path` on if there is one."""
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
     # Choice: ViTDet's AdamW, whose weight decay is that of norms and biases, too.

@@ -1,7 +1,7 @@
 """Full fine-tuning on ImageNet-1k: the last columns of the paper's table of nonlinear evaluations.
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
-    python -m paper.evaluations.finetune        # runs/ser/last.pt, on synthetic images: 2 minutes
+    python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0     # of runs/ser
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. Results are added to
 finetune.json beside the checkpoint, or in --out. Each epoch adds a line to finetune.jsonl and saves
@@ -51,8 +51,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--label-smoothing", type=float, default=0.1, help="share of the target, over all classes")
     add("--seed", type=int, default=0, help="seed of the head, the order, crops and depth")
     add("--workers", type=int, default=8, help="loader processes of a rank")
-    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
-        parser.set_defaults(epochs=9, batch_size=64, workers=0)
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     args = parser.parse_args(argv)
     args.warmup_epochs = args.epochs / 10     # Choice: MAE has 5 of 100

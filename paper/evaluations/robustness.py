@@ -21,14 +21,12 @@ The paper's means over the columns, top-1 / top-5 in percent; the other methods 
 Results are added to robustness.json beside the checkpoint, or in --out. For images that have no C,
 such as imagenette's, `make` writes one.
 """
-import math
 import shutil
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
@@ -41,11 +39,10 @@ import eval_linear
 import ser
 from paper.evaluations import write
 
-# In the paper's order of columns.
+# The paper's columns; P's speckle_noise, gaussian_blur, spatter and shear cannot be downloaded.
 CORRUPTIONS = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
                "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
                "elastic_transform", "pixelate", "jpeg_compression")
-# Of P, speckle_noise, gaussian_blur, spatter and shear are only made by its authors' code.
 SETS = {"C": [f"{name}/{severity}" for name in CORRUPTIONS for severity in (1, 2, 3, 4, 5)],
         "P": ["gaussian_noise", "shot_noise", "speckle_noise", "motion_blur", "zoom_blur",
               "gaussian_blur", "snow", "spatter", "brightness", "translate", "rotate", "tilt",
@@ -127,7 +124,7 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
         labels = everything[label].expand(len(frames))
         sums += torch.tensor(eval_linear.accuracy(logits, labels, everything)).to(sums)
     if ranks > 1:
-        dist.all_reduce(sums)
+        torch.distributed.all_reduce(sums)
     return (sums / len(videos)).tolist()
 
 # ==== Sets, heads and tables ======================================================================
@@ -144,8 +141,7 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
     return folders
 
 def load_head(args: Namespace, encoder: ser.ViT, device: torch.device) -> Namespace:
-    """The head that eval_linear.py trained on this encoder. Exits with one sentence if there is
-    none, or if it was trained on another encoder."""
+    """The head that eval_linear.py trained on this encoder; exits with one sentence without it."""
     path = Path(args.head or Path(args.checkpoint).with_name("head.pt"))
     head = torch.load(path, device, weights_only=True) if path.exists() else {}
     if head.get("encoder") != eval_linear.fingerprint(encoder):
@@ -160,7 +156,7 @@ def uncropped(encoder: ser.ViT) -> v2.Transform:
 
 def columns(kind: str, results: dict, top5: bool) -> Tensor:
     """Top-1 or top-5 in the paper's columns; nan for what is missing."""
-    values = torch.tensor([results.get(name, (math.nan, math.nan))[top5] for name in SETS[kind]])
+    values = torch.tensor([results.get(name, (torch.nan, torch.nan))[top5] for name in SETS[kind]])
     if kind == "C":
         # Choice: the paper is silent about severities; C is usually scored by the mean over five.
         values = values.view(-1, 5).mean(1)
@@ -168,16 +164,14 @@ def columns(kind: str, results: dict, top5: bool) -> Tensor:
 
 def table(kind: str, results: dict, classes: int) -> str:
     """The results, above the paper's rows. All means are over the columns that are there."""
-    top1 = columns(kind, results, top5=False)
-    missing = int(top1.isnan().sum())
+    there = ~columns(kind, results, top5=False).isnan()
 
     def line(name: str, values: Tensor) -> str:
-        shown = [*values.tolist(), values[~top1.isnan()].mean().item()]
+        shown = [*values.tolist(), values[there].mean().item()]
         return f"{name:8}" + "".join(f"{value:7.2f}" for value in shown)
 
-    lines = [f"ImageNet-{kind}, percent among {classes} classes (the paper's rows: 1000 classes)"]
-    if missing:
-        lines.append(f"{missing} of {len(top1)} columns are missing: means are over the others")
+    lines = [f"ImageNet-{kind}, percent among {classes} classes (the paper's rows: 1000 classes)",
+             f"means are over the {there.sum()} of {len(there)} columns that are there"]
     for name, *cells in map(str.split, PAPER[kind].splitlines()):
         if name in ("top-1", "top-5"):
             lines.append(f"{name:8}" + "".join(f"{cell:>7}" for cell in (*cells, "mean")))

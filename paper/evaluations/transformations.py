@@ -6,9 +6,8 @@
 A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
 270 degrees; or nothing, or the horizontal flip. Where g does nothing, the two halves of a pair are
 equal bit for bit, so that the flip probe has only to see that something changed. The paper predicts
-"rotation/flip labels, following Garrido et al.", and does not say whether the probe sees a pair,
-nor which token, probe or images. Results are added to transformations.json beside the checkpoint,
-or in --out; it takes one process.
+"rotation/flip labels, following Garrido et al."; it names neither pairs, token, probe nor images.
+Results are added to transformations.json beside the checkpoint, or in --out.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -99,18 +98,16 @@ def predict(args: Namespace) -> None:
         last = len(sets[name]) - 1
         places = torch.linspace(0, last, min(most, last + 1)).long()
         sets[name] = Subset(sets[name], places.tolist())
-    results = {}
+    features = {}
     for name, encoder in (("untrained", ser.new_encoder(run)), ("trained", trained)):
         encoder.to(ser.setup())
-        train, test = [version_features(encoder, sets[split], layers, args.workers)
-                       for split in ("train", "val")]
-        for task, versions in TASKS.items():
-            results[task, name] = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
-                                   for at in range(len(layers))]
+        features[name] = [version_features(encoder, sets[split], layers, args.workers)
+                          for split in ("train", "val")]
     for task, versions in TASKS.items():
         print(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
-        for name in ("untrained", "trained"):
-            values = results[task, name]
+        for name, (train, test) in features.items():
+            values = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
+                      for at in range(len(layers))]
             print(f"  {name:28}" + "".join(f"{value:8.2f}" for value in values))
             for layer, value in zip(layers, values):
                 rows = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)

@@ -1,6 +1,5 @@
 """What AugSelf, EquiMod, STL and E-SSL share, at toy size, and the commands of all methods."""
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -80,13 +79,16 @@ def test_an_earlier_layer_is_read_under_a_norm_of_its_own(name):
     assert_close(read[0], F.layer_norm(tokens[0][:, 0], (16,), norm.weight, norm.bias, 1e-6))
     assert toy(name)[1].norm is None
 
-@pytest.mark.parametrize("name, count", [
-    ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
-def test_parameter_counts_are_the_papers(name, count):
+@pytest.mark.parametrize("name, count, weight", [
+    ("augself", 44_209_288, 0.5), ("equimod", 43_271_296, 1.0),
+    ("stl", 62_175_872, 1.0), ("essl", 43_287_684, 1.0)])
+def test_parameter_counts_are_the_papers_and_weights_the_methods_own(name, count, weight):
     """Table 1, momentum branch aside; AugSelf's 43.7 M there are with another head."""
     with torch.device("meta"):
         model = METHODS[name].build(METHODS[name].settings(["--data", "x"]))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
+    assert model.weight == weight
+    assert model.temperature == 0.2 or name in ("augself", "essl")
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_command_trains(name, tmp_path, monkeypatch):
@@ -128,11 +130,10 @@ def test_the_commands_of_a_header_parse_and_train_in_folders_of_their_own(name):
     assert args.data and args.checkpoint == f"{folders[1]}/last.pt"
 
 def rank_result(name):
-    """(losses, gradients under DDP) of the images that this rank's loader gives it. BatchNorm is in
-    eval mode, as on gloo each rank has its own mean."""
+    """(losses, gradients under DDP) of the images that this rank's loader gives it."""
     args, model = toy(name)
     views = views_of(name, args)
-    model.eval()
+    model.eval()     # on gloo each rank has a BatchNorm mean of its own
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     losses = parallel(views)
     losses["loss"].backward()
@@ -145,12 +146,7 @@ def rank_main(rank, folder):
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally
 
 def test_two_ranks_equal_one_process_in_value_and_gradient(tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank_main, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
+    torch.multiprocessing.start_processes(rank_main, (tmp_path,), nprocs=2, start_method="fork")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for name, (values, gradients), (others, _) in zip(METHODS, first, second):
         wanted, wanted_gradients = rank_result(name)

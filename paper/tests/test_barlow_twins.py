@@ -25,11 +25,14 @@ def test_the_loss_is_the_papers_and_that_of_all_ranks(monkeypatch, ranks):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))
     base = barlow_twins.build(barlow_twins.settings([*SHAPE, "--hidden", "16"])).base
+    projector = base.projector
     base.projector = nn.Identity()
     z = torch.randn(2, 6, 5, generator=ser.rng(0)).requires_grad_()
     fast = base([], z)
     slow = slow_loss(z[0], z[1], 0.02)
     assert_close(fast, slow)
+    assert [layer.weight.shape for layer in projector[::3]] == [(16, 16)] * 3
+    assert all(p.requires_grad for p in base.parameters())     # the patch embedding, too
     assert base.chance(64) == pytest.approx(1 + 1 / 64 + 0.02 * 15 / 64)     # C_ij^2 is 1 / 64
     assert_close(torch.autograd.grad(fast, z), torch.autograd.grad(slow, z))
 

@@ -36,6 +36,8 @@ def train(script, flags, out, monkeypatch):
     assert len(ser.load_encoder(out / "last.pt").blocks) == 3
     state = torch.load(out / "last.pt", weights_only=True)
     log = [json.loads(line) for line in open(out / "log.jsonl")]
+    model = script.build(script.settings([*flags, "--weight", "0.7", "--temperature", "0.4"]))
+    assert (model.weight, model.temperature) == (0.7, 0.4)
     assert log[-1]["step"] == 2
     return log, state["optimizer"]["param_groups"][0]
 
@@ -123,6 +125,7 @@ def test_a_step_sets_the_rates_clips_and_freezes(epoch, rate, decay):
     """lr 8e-4 -> 1e-5 at batch 2048, weight decay .04 -> .4 but for vectors; a gradient's norm is
     .3 at most; the last layer takes no step in the first epoch."""
     args = dino.settings([*FLAGS, "--data", "some", "--batch-size", "2048"])
+    assert args.crop_min == 0.25
     model = dino.build(args)
     optimizer = dino.optimizer(model, args)
     matrices, vectors = optimizer.param_groups

@@ -7,7 +7,7 @@ from paper.methods import essl
 from paper.tests.test_addon import toy
 
 def test_label_k_means_k_counter_clockwise_quarter_turns():
-    """The literal 2 x 2 matrices, in the order of the labels, after views 1 and 2."""
+    """The literal 2 x 2 matrices, in the order of the labels, after views 1 and 2; the crop."""
     x = torch.tensor([[1., 2], [3, 4]])[None, None]
     small = ser.View(x, None, None, None)
     _, _, none, one, two, three = essl.turned([None, None, small])
@@ -15,6 +15,8 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
     assert one.b1[0, 0].tolist() == [[2, 4], [1, 3]]
     assert two.b1[0, 0].tolist() == [[4, 3], [2, 1]]
     assert three.b1[0, 0].tolist() == [[3, 1], [4, 2]]
+    views = essl.dataset([], essl.settings(["--data", "x"])).views
+    assert views[2:] == [ser.ViewSettings(96, [0.05, 0.14], blur=0.1, solarize=0.0)]
 
 def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
     """Crop by crop and turn by turn; views 1 and 2 play no part."""

@@ -1,5 +1,4 @@
 """What paper/evaluations/transformations.py promises."""
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, settings, version_features
-from paper.tests.toys import class_folders, seeded, toy_checkpoint
+from paper.tests.toys import class_folders, seeded, toy_checkpoint, values
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
@@ -48,31 +47,26 @@ def test_a_pair_tells_what_one_image_does_not():
     test[:, 4] = test[:, 0] + 0.5
     assert probe(train, test, [0, 4], 0) > 95
 
-def test_the_command_measures_each_layer_on_other_images_than_it_trains_on(
+def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
         tmp_path, monkeypatch, capsys):
-    """Images are spread over all classes. The paper's rows stand where the layers are the paper's."""
-    for split in ("train", "val"):
-        class_folders(tmp_path / split, per_class=3)
-    seen = []
-
-    def spread(train, test, versions, seed):
-        seen.append((train, test))
-        return float(train.std())
-
-    monkeypatch.setattr(transformations, "probe", spread)
+    """They are spread over all classes. The paper's rows stand where the layers are the paper's."""
+    wanted = []
+    for split, n in (("train", 16), ("val", 8)):
+        class_folders(tmp_path / split, per_class=3, size=18, seed=n)
+        data = eval_linear.class_folder(tmp_path / split, eval_linear.eval_transform(16))
+        images = [data[place][0] for place in torch.linspace(0, 17, n).long()]
+        wanted.append(TensorDataset(torch.stack(images), torch.zeros(n)))
+    monkeypatch.setattr(transformations, "probe",
+                        lambda train, test, *_: (train.sum() + 1000 * test.sum()).item())
     for depth, layers in ((12, [1, 3, 6, 9, 12]), (3, [1, 3])):
-        path = toy_checkpoint(tmp_path / str(depth), depth=depth)
-        line = ["--data", str(tmp_path), "--checkpoint", path, "--workers", "0", "--images"]
-        transformations.predict(settings([*line, "16"]))
-        rows = json.loads(Path(path).with_name("transformations.json").read_text())["rows"]
-        found = {(row["encoder"], row["measure"], row["block"]): row["value"] for row in rows}
-        assert len(found) == 4 * len(layers) and len(set(found.values())) == 2 * len(layers)
+        path = Path(toy_checkpoint(tmp_path / str(depth), depth=depth))
+        transformations.predict(settings(["--data", str(tmp_path), "--checkpoint", str(path),
+                                          "--workers", "0", "--images", "16"]))
         assert ("99.73" in capsys.readouterr().out) == (depth == 12)
-        # Layers of the last encoder, and the features of its images, which are 0, ..., 17 or 17 / 7.
-        for at, layer in enumerate(layers):
-            for part, (split, n) in enumerate((("train", 16), ("val", 8))):
-                data = eval_linear.class_folder(tmp_path / split, eval_linear.eval_transform(16))
-                images = [data[place][0] for place in torch.linspace(0, 17, n).long()]
-                images = TensorDataset(torch.stack(images), torch.zeros(n))
-                wanted = version_features(ser.load_encoder(path), images, [layer], 0)
-                assert torch.equal(seen[at - 2 * len(layers)][part], wanted[:, :, 0])
+        for layer in layers:
+            train, test = [version_features(ser.load_encoder(path), images, [layer], 0).sum()
+                           for images in wanted]
+            found = values(path.with_name("transformations.json"), encoder="trained", block=layer)
+            assert [*found.values()] == [pytest.approx((train + 1000 * test).item(), 1e-4)] * 2
+        begun = values(path.with_name("transformations.json"), encoder="untrained", block=1)
+        assert len(begun) == 2 and begun != found

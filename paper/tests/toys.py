@@ -34,13 +34,12 @@ def toy_checkpoint(folder, seed=0, shaken=True, **settings):
              model=model.state_dict(), optimizer={})
     return str(path)
 
-def toy_head(checkpoint, name="head.pt", classes=CLASSES, blocks=2, seed=3):
-    """A linear head such as eval_linear.py leaves beside a checkpoint; returns its path."""
-    weight = torch.randn(len(classes), blocks * TOY["dim"], generator=seeded(seed))
-    path = Path(checkpoint).with_name(name)
-    encoder = eval_linear.fingerprint(ser.load_encoder(checkpoint))
-    ser.save(path, weight=weight, bias=torch.zeros(len(classes)), classes=list(classes),
-             blocks=blocks, encoder=encoder)
+def toy_head(checkpoint):
+    """The linear head of two blocks that eval_linear.py leaves beside a checkpoint; its path."""
+    path = Path(checkpoint).with_name("head.pt")
+    weight = torch.randn(len(CLASSES), 2 * TOY["dim"], generator=seeded(3))
+    ser.save(path, weight=weight, bias=torch.zeros(len(CLASSES)), classes=CLASSES, blocks=2,
+             encoder=eval_linear.fingerprint(ser.load_encoder(checkpoint)))
     return str(path)
 
 def become_rank(monkeypatch, rank):
@@ -48,17 +47,6 @@ def become_rank(monkeypatch, rank):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, rank))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: None)
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: model)
-
-def stop_after_a_save(monkeypatch):
-    """The next call of ser.save writes its file, and ends the run as if it were killed."""
-    save = ser.save
-
-    def save_and_stop(path, **state):
-        save(path, **state)
-        monkeypatch.setattr(ser, "save", save)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ser, "save", save_and_stop)
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys."""
