@@ -14,7 +14,7 @@ ROOT = Path(ser.__file__).parent
 READMES = ["README.md", "paper/README.md"]
 SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))
            if path.name != "addon.py"]
-COMMAND = r"\b(?:python|torchrun) [^\"]*?(ser\.py|eval_linear\.py|paper\.[a-z]+\.\w+)( .*|$)"
+COMMAND = r"\b(?:python|torchrun) [^\"]*?(ser\.py|eval_linear\.py|(?<=-m )\w+\.[\w.]+)( .*|$)"
 
 def commands(name):
     """The script and the flags of each command line in a README or in the docstring of a script."""

@@ -70,7 +70,10 @@ def test_training_is_a_plain_loop_over_its_batches(rank, tmp_path, monkeypatch):
     model = model_of(tmp_path)
     images = torch.randint(256, (24, 3, 16, 16), generator=seeded(2), dtype=torch.uint8)
     labels = torch.arange(24) % 6
+    keys = []
+    monkeypatch.setattr(eval_linear, "Seeded", lambda data, *key: keys.append(key) or data)
     train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
+    assert keys == [(0, 0), (0, 1)]
     plain = model_of(tmp_path)
     optimizer = torch.optim.AdamW(groups(plain, args))
     for step in range(6):
@@ -105,8 +108,8 @@ def test_the_command_goes_on_and_replaces_nothing_of_other_settings(tmp_path, mo
     for name, weight in torch.load(whole / "finetune.pt")["model"].items():
         assert torch.equal(state["model"][name], weight)
     val = eval_linear.class_folder(tmp_path / "val", eval_linear.eval_transform(16))
-    features, labels = eval_linear.extract(ser.load_encoder(parts / "finetune.pt"), val, 1,
-                                           settings([*line, ""]))
+    encoder = ser.load_encoder(parts / "finetune.pt")
+    features, labels = eval_linear.extract(encoder, val, 1, settings([*line, ""]))
     logits = F.linear(features, state["model"]["head.weight"], state["model"]["head.bias"])
     scored = [*values(parts / "finetune.json").values()]
     assert scored == eval_linear.accuracy(logits, labels, torch.arange(6))

@@ -68,5 +68,4 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
                            for images in wanted]
             found = values(path.with_name("transformations.json"), encoder="trained", block=layer)
             assert [*found.values()] == [pytest.approx((train + 1000 * test).item(), 1e-4)] * 2
-        begun = values(path.with_name("transformations.json"), encoder="untrained", block=1)
-        assert len(begun) == 2 and begun != found
+        assert values(path.with_name("transformations.json"), encoder="untrained") != found

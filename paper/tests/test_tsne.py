@@ -29,19 +29,17 @@ def test_a_comparison_is_one_picture_with_a_legend_and_its_numbers(tmp_path, mon
     figures = {}
     monkeypatch.setattr(figure_module.Figure, "savefig",
                         lambda self, path: figures.setdefault(path.name, self))
-    data = class_folders(tmp_path / "val", per_class=12, size=24)
-    one = toy_checkpoint(tmp_path / "one")
-    other = toy_checkpoint(tmp_path / "other", seed=1)
-    given = ["--data", data, "--checkpoint", one, other, "--label", "A", "B", "--classes", "4",
-             "--workers=0"]
-    tsne.compare(settings(given))
+    val = class_folders(tmp_path / "val", per_class=12, size=24)
+    runs = [toy_checkpoint(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
+    line = ["--data", val, "--checkpoint", *runs, "--label", "A", "B", "--classes=4", "--workers=0"]
+    tsne.compare(settings(line))
     path = tmp_path / "one" / "tsne.json"
     found = {name: values(path, encoder=name) for name in ("untrained", "A", "B")}
     purity = found["A"]["20-NN purity"]
     assert len(purity) == 10 and len(set(purity)) > 4     # each sample has other classes
     assert len({one["silhouette"][0] for one in found.values()}) == 3
     assert f"purity {sum(found['B']['20-NN purity']) / 10:.3f} ±" in capsys.readouterr().out
-    tsne.compare(settings([*given, "--ready"]))     # no centre crop; the others stay
+    tsne.compare(settings([*line, "--ready"]))     # no centre crop; the others stay
     rows = json.loads(path.read_text())["rows"]
     assert [row["value"] for row in rows[:2]] != [row["value"] for row in rows[6:8]]
     assert len(rows) == 12 and len(figures) == 2
