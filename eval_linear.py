@@ -4,12 +4,10 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/main/last.pt
 
 The second line is the protocol of 4.1: linear heads on random crops, for hours; and 20-NN. Flags:
-
     --knn             20-NN without heads: minutes
     --equivariance    equivariance after every block, beside the untrained encoder, without heads
     --cache           heads on one centre crop of each image: minutes; also with the flags above
     --mlp             MLP heads in place of linear heads; also with the flags above
-
 eval.json collects the results of all evaluations; eval.jsonl has a line for each epoch of heads;
 head.pt is the best linear head (with --cache: head-cache.pt). A stopped evaluation begins anew.
 """
@@ -90,21 +88,18 @@ def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> Ima
     return folder
 
 def load_sets(args: Namespace, size: int) -> tuple:
-    """The training classes, and the sets by name: "train", "val" and those of --test in centre
-    crops; of files, also "crops", the training images in random crops."""
+    """The training classes, and the sets: "train", "val", --test, and "crops", random, of files."""
     if not args.data:     # with seeds that ser.py does not use
         train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
         return range(6), {"train": train, "val": val}
-    # Area .08 to 1 and aspect 3:4 to 4:3 are the defaults.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
     crops = class_folder(Path(args.data, "train"), random_crop)
-    sets = {"crops": crops}
     folders = {"train": crops.root, "val": args.val or Path(args.data, "val")}
     folders |= dict(test.split("=", 1) for test in args.test)
-    for name, folder in folders.items():
-        sets[name] = class_folder(folder, eval_transform(size), crops.classes)
-    return crops.classes, sets
+    sets = {name: class_folder(folder, eval_transform(size), crops.classes)
+            for name, folder in folders.items()}
+    return crops.classes, sets | {"crops": crops}
 
 class Seeded(Dataset):
     """`data`, whose random crops depend on (*key, index) alone, not on ranks or processes."""
@@ -138,8 +133,7 @@ def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace, batches: l
         yield features, labels.to(features.device)
 
 def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple:
-    """Features (n, K) and labels (n,) of a set, on every rank. Each rank encodes its share; a row
-    is zero on all others, so that the sum counts every image once."""
+    """Features (n, K) and labels (n,) of a set, on every rank: the sum of what the ranks encode."""
     ranks, rank = ser.ranks_and_rank()
     batches = torch.arange(rank, len(data), ranks).split(max(1, args.batch_size // ranks))
     features = encoder.cls_token.new_zeros(len(data), blocks * encoder.dim)
@@ -197,8 +191,7 @@ def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: 
             (rates * losses).sum().backward()
             optimizer.step()
             schedule.step()
-        # Choice: the last epoch, and the rate that is best on val. The release has no rule for the
-        # rate, and keeps the best of epochs 41 to 50 on a split of its own.
+        # Choice: the best rate on val; the release has no rule, and keeps the best of epochs 41-50.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
@@ -206,8 +199,7 @@ def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: 
                 "lr": args.lr[best]}
         bar.set_postfix(line)
         if rank == 0:     # the loss is that of its share
-            with log.open("a") as file:
-                print(json.dumps(line), file=file)
+            print(json.dumps(line), file=log.open("a"))
     if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
         print(f"the best rate, {args.lr[best]}, is an end of --lr: one beyond it may be better")
     return best
@@ -220,9 +212,8 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
 
 # ==== 5. k-NN (paper 4.2) =========================================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: int = 20) -> float:
-    """Top-1 in percent of the test features (n, D), classified by a vote of their k nearest
-    training features (m, D) with weights exp(s / .07), s the cosine similarity. Ranks share the
-    test images."""
+    """Top-1 in percent of test features (n, D), shared by the ranks, by a vote of the k nearest
+    training features (m, D) with weights exp(s / .07), s the cosine similarity."""
     ranks, rank = ser.ranks_and_rank()
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train.float())
@@ -242,11 +233,11 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: in
 def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) -> dict:
     """After each of the blocks `layers`, how token maps f(x) move under one element of G, "rot90",
     "hflip" or "scale". images: (n, 3, S, S) normalised.
-    score      paper A.2, mean over tokens of cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1 of two draws
-    retrieval  share of the tokens of rho_h f(x) whose most similar one, among all of f(rho_h x) of
-               32 images, is their counterpart; chance: 1 / (32 H W)
-    g may be the identity; h turns or flips always. For "scale" both are g2: rho resizes to it."""
-    sums = {layer: torch.zeros(3) for layer in layers}
+    cosine     paper A.2: the mean over tokens of cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1
+    retrieval  the share of tokens of rho_h f(x) whose most similar one, among all of f(rho_h x) of
+               32 images, is their counterpart; 1 / (32 H W) by chance
+    g may be the identity; h always turns or flips. For "scale" both are g2: rho resizes to it."""
+    sums = {layer: torch.zeros(2) for layer in layers}
     for part, x in enumerate(images.split(32)):
         g1, g2 = [ser.sample_geometry(len(x), encoder.grid, [element], ser.rng(element, part, view))
                   for view in (1, 2)]
@@ -258,21 +249,20 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) 
             h = g._replace(turns=1 + torch.arange(len(x)) % 3)
         moved = [ser.rho(g, x, encoder.patch_size), ser.rho(h, x, encoder.patch_size)]
         encoded = [encoder(view, layers).maps for view in (x, *moved)]
-        if encoder.depth in layers:
-            # Choice: the "final representation" is the patch tokens under the final LayerNorm.
-            for maps in encoded:
-                tokens = maps[encoder.depth].movedim(1, -1)
-                maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
         for layer in layers:
-            f_x, f_gx, f_hx = [maps[layer] for maps in encoded]                   # (B, D, H, W)
-            score = F.cosine_similarity(ser.rho(g, f_x), f_gx).mean()
+            maps = [of_view[layer] for of_view in encoded]                        # (B, D, H, W)
+            # Choice: the "final representation" is the patch tokens under the final LayerNorm.
+            if layer == encoder.depth:
+                maps = [encoder.norm(h.movedim(1, -1)).movedim(-1, 1) for h in maps]
+            f_x, f_gx, f_hx = maps
+            cosine = F.cosine_similarity(ser.rho(g, f_x), f_gx).mean()
             z = ser.rho(h, f_x).movedim(1, -1).flatten(0, 2)                      # (B N, D)
             z_prime = f_hx.movedim(1, -1).flatten(0, 2)
             nearest = (F.normalize(z) @ F.normalize(z_prime).T).argmax(1)
             right = nearest.cpu() == torch.arange(len(z))
-            values = torch.tensor([score, right.float().mean(), 1 / len(z)])
+            values = torch.tensor([cosine, right.float().mean()])
             sums[layer] += values * len(x) / len(images)
-    names = ("score", "retrieval", "chance")
+    names = (f"{element} cosine", f"{element} retrieval")
     return {layer: dict(zip(names, values.tolist())) for layer, values in sums.items()}
 
 # ==== 7. Evaluation: a checkpoint in, rows and a table out ========================================
@@ -282,8 +272,7 @@ def fingerprint(encoder: ViT) -> str:
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
 def merge(path: Path, rows: Sequence[dict]) -> None:
-    """Add rows to the file {"rows": [...]}. A row replaces the one that differs from it in nothing
-    but its value. A kill at any moment leaves a whole file, old or new."""
+    """Add rows to the file {"rows": [...]}; a row replaces one that differs in its value alone."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     merged = {json.dumps(row | {"value": None}): row for row in [*old, *rows]}
     path.with_suffix(".tmp").write_text(json.dumps({"rows": list(merged.values())}, indent=1))
@@ -307,8 +296,7 @@ def print_table(rows: Sequence[dict]) -> None:
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
 
 def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Path) -> tuple:
-    """Rows of 20-NN and, if wanted, of heads, on all sets but those of training; and what head.pt
-    holds of the best head. `log` gets a line for each epoch."""
+    """Rows of 20-NN and, if wanted, of heads; and what head.pt holds of the best head."""
     trains = args.cache or args.mlp or not (args.knn or args.equivariance)
     cached = args.cache or "crops" not in sets
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # those with [CLS]
@@ -349,19 +337,6 @@ def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Pat
             rows += make_rows(values, name, len(among), encoder.depth)
     return rows, kept
 
-def compare(encoder: ViT, data: Dataset, layers: Sequence) -> list:
-    """Rows of the equivariance of 512 images, spread over `data`, after each of `layers`."""
-    places = torch.linspace(0, len(data) - 1, min(512, len(data))).long().tolist()
-    images = torch.stack([data[place][0] for place in places]).to(encoder.cls_token.device)
-    rows = []
-    for element in ser.ELEMENTS:
-        measured = equivariances(encoder, ser.normalise(images / 255), layers, element)
-        for layer, found in measured.items():
-            values = {f"{element} cosine": found["score"],
-                      f"{element} retrieval": found["retrieval"]}
-            rows += make_rows(values, "val", None, layer)
-    return rows
-
 def evaluate(args: Namespace) -> list:
     """Evaluate a checkpoint: print a table, then write its rows and the best linear head."""
     device = ser.setup()
@@ -372,6 +347,8 @@ def evaluate(args: Namespace) -> list:
     if args.equivariance or not args.data:
         encoders = {"untrained": ser.new_encoder(run).eval(), "trained": trained}
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
+    spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long().tolist()
+    images = ser.normalise(torch.stack([sets["val"][place][0] for place in spread]) / 255)
     rows = []
     heads = {}
     for name, encoder in encoders.items():
@@ -379,8 +356,10 @@ def evaluate(args: Namespace) -> list:
         found = []
         if args.cache or args.mlp or args.knn or not args.equivariance:
             found, heads[name] = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
-        if "untrained" in encoders:
-            found += compare(encoder, sets["val"], layers)
+        for element in ser.ELEMENTS if "untrained" in encoders else ():
+            measured = equivariances(encoder, images.to(device), layers, element)
+            for layer, values in measured.items():
+                found += make_rows(values, "val", None, layer)
         step = state["step"] if name == "trained" else 0
         rows += [row | {"encoder": name, "step": step, "settings": vars(args)} for row in found]
     if ser.ranks_and_rank()[1] == 0:
