@@ -28,7 +28,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--label", nargs="+", help="their names; none: their paths")
     add("--out", default="", help="folder of the results; none: that of the first checkpoint")
     # Choice: tokens are compared after the block that L_equiv regularised, before its projector.
-    add("--layer", type=int, help="block; none: of L_equiv, or of [CLS], in the first checkpoint")
+    add("--layer", type=int, help="block; none: the first that has L_equiv in a checkpoint")
     return parser.parse_args(argv)
 
 def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
@@ -85,14 +85,14 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
 def compare(args: Namespace) -> None:
     """Measure; plot the turns of two images, a column for each encoder; print and write."""
     from matplotlib.figure import Figure
-    encoders, run, path = load_encoders(args, "correspondence.png")
+    encoders, runs, path = load_encoders(args, "correspondence.png")
+    layers = [layer for run in runs for layer in run["equiv_layers"]]
     if args.layer is None:
-        args.layer = run["equiv_layers"][0] if run["equiv_layers"] else run["cls_layer"]
+        args.layer = layers[0] if layers else max(1, runs[0]["cls_layer"])
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     photos = ser.list_images(args.data)
     photos = photos[::max(1, len(photos) // 64)][:64]
-    columns = figure.subplots(2, len(encoders)).T
-    for column, (label, _, encoder) in zip(columns, encoders):
+    for column, (label, _, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders):
         centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
         images = [centre_crop(ser.read_image(photo)) / 255 for photo in photos]
         for name in ser.ELEMENTS:

@@ -1,8 +1,8 @@
 """ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), its rows below ours.
 
     python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes head.pt
-    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --c /imagenet-c
-    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --p /imagenet-p
+    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-c /imagenet-c
+    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-p /imagenet-p
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The encoder and the
 head of the linear probe stay as they are. C and P are altered images of val. Their archives may lie
@@ -137,7 +137,7 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
             if folder.is_dir():
                 folders[name] = folder
     if not folders:
-        sys.exit(f"--{kind.lower()} {root}: no set of ImageNet-{kind} is there, as {SETS[kind][0]}")
+        sys.exit(f"there is no ImageNet-{kind} at {root}, not even {SETS[kind][0]}")
     return folders
 
 def load_head(args: Namespace, encoder: ser.ViT, device: torch.device) -> Namespace:
@@ -187,14 +187,14 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--head", default="", help="of eval_linear.py; none: head.pt beside the checkpoint")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
-    add("--c", default="", help="folder of ImageNet-C, or one that `make` wrote")
-    add("--p", default="", help="folder of ImageNet-P")
+    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
+    add("--imagenet-p", "--p", dest="p", default="", help="its folder (torchrun refuses --p)")
     add("--batch-size", type=int, default=1024, help="images per pass, over all ranks")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     args = parser.parse_args(argv)
     args.data = args.c or args.p     # eval_linear.load asks for it
     if not args.data:
-        parser.error("--c or --p must name a folder")
+        parser.error("--imagenet-c or --imagenet-p must name a folder")
     return args
 
 def main(argv: list[str] | None = None) -> None:

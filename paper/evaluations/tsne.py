@@ -5,10 +5,10 @@ r"""t-SNE of 20 random classes (the paper's A.6 figures), with numbers beside th
         --checkpoint runs/{moco,main}/last.pt
 
 The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for
-MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It prints
-no number, and layouts of t-SNE cannot be compared by eye. So this measures the features themselves,
-over ten samples of 20 classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and
-the 20-NN purity, the share of an image's 20 nearest that are of its class (chance: 1 / 20).
+MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It has no
+number, and layouts of t-SNE cannot be compared by eye. So we measure the features themselves, over
+ten samples of 20 classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the
+20-NN purity, the share of an image's 20 nearest that are of its class (chance: 1 / 20).
 
 Results are added to tsne.json beside the first checkpoint, or in --out. A picture of the first
 sample is written there, too; other settings have one of their own. Axes: n images, width D.
@@ -41,18 +41,18 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def load_encoders(args: Namespace, results: str) -> tuple:
     """(label, step, encoder) of the checkpoints, in front one with the random weights that the
-    first run began with; the settings of that run; the path of the file `results`."""
+    first run began with; the settings of all runs; the path of the file `results`."""
     one_process()
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     encoders = []
+    runs = []
     for label, checkpoint in zip(args.label or args.checkpoint, args.checkpoint, strict=True):
         given = Namespace(checkpoint=checkpoint, data=args.data, out=args.out)
         state, encoder, path = eval_linear.load(given, results)
-        if not encoders:
-            run = state["settings"]
-            encoders.append(("untrained", 0, ser.new_encoder(Namespace(**run)).eval()))
         encoders.append((label, state["step"], encoder))
-    return encoders, run, path
+        runs.append(state["settings"])
+    untrained = ser.new_encoder(Namespace(**runs[0])).eval()
+    return [("untrained", 0, untrained), *encoders], runs, path
 
 def sample_classes(labels: Tensor, classes: int, *seed: object) -> Tensor:
     """The rows of all images of so many classes, which the seed samples."""
@@ -63,7 +63,7 @@ def sample_classes(labels: Tensor, classes: int, *seed: object) -> Tensor:
 def separation(features: Tensor, labels: Tensor, k: int = 20) -> tuple[float, float]:
     """The silhouette and the k-NN purity of features (n, D), both of cosines, means over images."""
     from sklearn.metrics import silhouette_score
-    silhouette = silhouette_score(features.numpy(), labels.numpy(), metric="cosine")
+    silhouette = silhouette_score(features, labels, metric="cosine")
     z = torch.nn.functional.normalize(features, dim=1)
     similarity = (z @ z.T).fill_diagonal_(-torch.inf)     # nobody is a neighbour of oneself
     nearest = similarity.topk(k).indices                                          # (n, k)
@@ -93,7 +93,7 @@ def compare(args: Namespace) -> None:
         write(path, rows, args, step, label)
         # Choice: the paper names neither perplexity nor metric: scikit-learn's 30, and the cosine.
         method = TSNE(init="pca", metric="cosine", random_state=args.seed)
-        x, y = method.fit_transform(features[samples[0]].numpy()).T
+        x, y = method.fit_transform(features[samples[0]]).T
         shown, colours = classes[samples[0]].unique(return_inverse=True)
         dots = panel.scatter(x, y, s=6, c=colours, cmap="tab20")
         panel.set(xticks=[], yticks=[], title=f"{label}\n{title}")

@@ -50,7 +50,7 @@ def test_the_picture_has_the_printed_shares(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     encoders = [("blind", 0, Places()), ("perfect", 0, Colours())]
     monkeypatch.setattr(correspondence, "load_encoders", lambda _, name: (
-        encoders, {"equiv_layers": [2], "cls_layer": 1}, tmp_path / name))
+        encoders, [{"equiv_layers": []}, {"equiv_layers": [2]}], tmp_path / name))
     plotted = []
     plot_panel = correspondence.plot_panel
     monkeypatch.setattr(correspondence, "plot_panel", lambda panel, *rest: (
