@@ -6,30 +6,30 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import eval_linear
 import ser
 
 ROOT = Path(ser.__file__).parent
 READMES = ["README.md", "paper/README.md"]
-SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))
-           if path.name != "addon.py"]
-COMMAND = r"\b(?:python|torchrun) [^\"]*?(ser\.py|eval_linear\.py|(?<=-m )\w+\.[\w.]+)( .*|$)"
+SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))]
+FENCED = r"(?ms)^```.*?^```"
+COMMAND = r"\b(python|torchrun) ([^\"]*?)(ser\.py|eval_linear\.py|(?<=-m )\w+\.[\w.]+)( .*|$)"
 
 def commands(name):
-    """The script and the flags of each command line in a README or in the docstring of a script."""
+    """What runs each command line of a README or of a script's docstring, its script, its flags."""
     text = Path(ROOT, name).read_text()
     if name.endswith(".py"):
         text = ast.get_docstring(ast.parse(text))
     text = re.sub(r"\\\n\s*", "", text)
-    fenced = re.findall(r"^```.*?^```", text, re.M | re.S)
-    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    lines = "\n".join(fenced if fenced else [text]).splitlines()
+    lines = "\n".join(re.findall(FENCED, text) or [text]).splitlines()
+    inline = re.findall(r"`([^`]+)`", re.sub(FENCED, "", text))
     for line in lines + [" ".join(code.split()) for code in inline]:
         # What explains a command stands after two spaces. `sbatch --wrap` quotes its command.
         for part in re.split(r"  +", line.strip())[0].split(" && "):
             if match := re.search(COMMAND, part.removesuffix('"') if "--wrap" in part else part):
-                yield match[1], shlex.split(match[2], comments=True)
+                yield match[1], match[2].split(), match[3], shlex.split(match[4], comments=True)
 
 def parse(script, flags):
     """The settings of a command line, by the parser of its script."""
@@ -39,22 +39,22 @@ def parse(script, flags):
 
 @pytest.mark.parametrize("name", [*READMES, "ser.py", "eval_linear.py", *SCRIPTS])
 def test_each_command_line_is_one_that_its_script_takes(name):
-    """And each evaluation of --data names its --checkpoint."""
-    assert list(commands(name))
-    for script, flags in commands(name):
+    """And torchrun, where it runs the script. Each evaluation of --data names its --checkpoint."""
+    assert list(commands(name)) or name.endswith("addon.py")
+    for runner, before, script, flags in commands(name):
+        if runner == "torchrun":
+            get_args_parser().parse_args([*before, script, *flags])
         args = parse(script, flags)
-        if getattr(args, "data", "") and "checkpoint" in args:
-            assert args.checkpoint, (script, flags)
+        assert getattr(args, "checkpoint", "none") or not args.data, (script, flags)
 
 def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
     trained = {}
     evaluated = set()
-    for script, flags in [line for name in READMES for line in commands(name)]:
+    for *_, script, flags in [line for name in READMES for line in commands(name)]:
         args = vars(parse(script, flags))
         if "base_lr" in args and "checkpoint" not in args:
             trained.setdefault(args["out"], []).append((script, args))
         evaluated |= {flag for flag in flags if re.fullmatch(r"runs/\S+/last.pt", flag)}
-    for runs in trained.values():
-        assert all(run == runs[0] for run in runs)
+    assert all(run == runs[0] for runs in trained.values() for run in runs)
     assert len(trained) >= 20
     assert evaluated <= {f"{out}/last.pt" for out in (*trained, "runs/given")}
