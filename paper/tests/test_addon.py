@@ -1,4 +1,4 @@
-"""What AugSelf, EquiMod, STL and E-SSL share, at toy size, and the commands of all methods."""
+"""What AugSelf, EquiMod, STL and E-SSL share, at toy size."""
 import json
 import os
 import re
@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-import eval_linear
 import ser
-from paper.methods import addon, augself, barlow_twins, dino, equimod, essl, multicrop, stl
+from paper.methods import addon, augself, equimod, essl, stl
 
 METHODS = dict(augself=augself, equimod=equimod, stl=stl, essl=essl)
-SCRIPTS = METHODS | dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop)
 SIZE = dict.fromkeys(METHODS, "--image-size 16 --dim 16 --moco-hidden 32 --batch-size 8 ")
 SIZE["essl"] += "--local-size 8 "
 
@@ -114,20 +112,6 @@ def test_settings_without_l_eq_are_refused_and_the_help_has_no_idle_flags(name, 
     flags = re.findall("--[a-z-]+", capsys.readouterr().out)
     assert not {"--ratio", "--equiv-layers", "--group"} & set(flags)
     assert ("--temperature" in flags) == (name in ("equimod", "stl"))     # of InfoNCE
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_commands_of_a_header_parse_and_train_in_folders_of_their_own(name):
-    """Whole lines, and flags that are quoted in the text to be added to a training."""
-    script = SCRIPTS[name]
-    start = r"^ +(?:python|torchrun --nproc_per_node=8) "
-    lines = re.findall(rf"{start}-m paper.methods.{name}\b([^#\n]*)", script.__doc__, re.M)
-    quoted = [f"--data x {flags}" for flags in re.findall("`(--[^`]+)`", script.__doc__)]
-    parsed = {flags: script.settings(flags.split()) for flags in lines + quoted}
-    folders = [args.out for flags, args in parsed.items() if flags in lines or "--out" in flags]
-    assert len(folders) == len(set(folders)) >= 3
-    [evaluation] = re.findall(rf"{start}eval_linear.py ([^#\n]*)", script.__doc__, re.M)
-    args = eval_linear.arguments().parse_args(evaluation.split())
-    assert args.data and args.checkpoint == f"{folders[1]}/last.pt"
 
 def rank_result(name):
     """(losses, gradients under DDP) of the images that this rank's loader gives it."""
