@@ -596,11 +596,11 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
             ("batch_size", size > least, f"above {least}, the least that b2 can have"),
-            ("batch_size", size == fits, f"try {fits}, for {images} images and {ranks} ranks"),
-            ("ratio", args.ratio == 0 or 2 <= b2 < size, f"{b2} of {size} images would be in b2: "
-             f"try {least / max(1, size):.3g}, or 0")):
+            ("batch_size", size == fits, f"{fits}, for {images} images and {ranks} ranks"),
+            ("ratio", args.ratio == 0 or 2 <= b2 < size,
+             f"{least / max(1, size):.3g}, or 0, as {b2} of {size} images would be in b2")):
         if not right:
-            sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {advice}")
+            sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: should be {advice}")
 
 # ==== 8. Data: image files, synthetic images, and the order of a run ==============================
 def list_images(folder: str) -> list[str]:

@@ -721,7 +721,7 @@ def test_a_batch_that_cannot_be_is_one_sentence_whose_suggestion_works(
     args = toy(**changes)
     told = sentence(ser.check_settings, args, images, ranks)
     assert flag in told
-    setattr(args, way_out, type(getattr(args, way_out))(re.search(r"try ([\d.]+)", told)[1]))
+    setattr(args, way_out, type(getattr(args, way_out))(re.search(r"be ([\d.]+)", told)[1]))
     ser.check_settings(args, images, ranks)
 
 @pytest.mark.parametrize("name, value", [
