@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import ser
 from ser import View, ViewSettings
 
-# Choice: [CLS] enters at the input also with --layer 3, as L_eq needs an early [CLS]. The release
-# has code at layer 3 for AugSelf alone; this and the LayerNorm of an early [CLS] follow it.
+# Choice: [CLS] enters at the input, so that block 3 has one, and an early [CLS] gets a LayerNorm of
+# its own, as in the release's AugSelf. The release has no code for the other three at layer 3.
 PLAIN = dict(ratio=0.0, cls_layer=0)
 SMALL = ser.SMALL | PLAIN | dict(layer=4)     # the defaults for synthetic images
 
@@ -45,18 +45,19 @@ def arguments(name: str, **defaults: float) -> ArgumentParser:
 
 def parse(argv: Sequence[str] | None, parser: ArgumentParser, small: dict = SMALL) -> Namespace:
     """The settings of a command line. Exits with one sentence if the method cannot have them."""
-    out = parser.get_default("out") + "-small"
-    args = ser.parse(argv, parser, small | dict(out=out))
+    args = ser.parse(argv, parser, small | dict(out=parser.get_default("out") + "-small"))
     if args.ratio != 0:
         sys.exit(f"--ratio {args.ratio:g}: this method has no b2, so --ratio must be 0")
     if not args.cls_layer < args.layer <= args.depth:
-        sys.exit(f"--layer {args.layer}: above --cls-layer, and at most --depth {args.depth}")
+        sys.exit(f"--layer {args.layer}: above --cls-layer {args.cls_layer}, up to --depth "
+                 f"{args.depth}")
     return args
 
 def view_settings(args: Namespace) -> list[ViewSettings]:
     """T of views 1 and 2."""
     area = (args.crop_min, 1.0)
-    return [ViewSettings(args.image_size, area, *one) for one in zip(args.blur, args.solarize)]
+    return [ViewSettings(args.image_size, area, blur, solarize)
+            for blur, solarize in zip(args.blur, args.solarize)]
 
 class AddOn(nn.Module):
     """A base method's loss plus weight * L_eq. A subclass adds networks to `heads`, and defines

@@ -25,8 +25,8 @@ from paper.methods import addon, dino
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line: ser.py's with other defaults, and Barlow Twins' own."""
     parser = ser.arguments()
-    # Choice: lambda 0.5, the best of the paper's sensitivity table (MoCo-v3). The release evaluates
-    # runs with 0.5 and with 1.0. AdamW and its weight decay are the release's; theirs is LARS.
+    # Choice: lambda 0.5, the paper's best with MoCo-v3. The release evaluates runs with 0.5 and 1.0
+    # (config/eval.yaml). AdamW and its weight decay are the release's; Barlow Twins has LARS.
     parser.set_defaults(out="runs/barlow", weight=0.5, base_lr=1e-4, weight_decay=0.1)
     addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)")
     add = parser.add_argument
@@ -36,7 +36,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return ser.parse(argv, parser, ser.SMALL | small)
 
 def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """ser.py's, but the rate ends at 1e-3 of its peak, and each gradient is clipped (release)."""
+    """ser.py's, but the rate ends at 1e-3 of its peak, and each gradient is clipped at 0.3, as in
+    the release. The clip and AdamW's epsilon there are for a loss that is not divided by K."""
     adamw = ser.adamw(model, args)
     end = 1e-3 * args.base_lr * args.batch_size / 256
 
@@ -44,7 +45,7 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         for group in adamw.param_groups:
             group["lr"] = dino.learning_rate(args, model.base.progress * args.epochs, end)
             for p in group["params"]:
-                p.grad.mul_(args.hidden)     # the release's limit, 0.3, is for L_inv times K
+                p.grad.mul_(args.hidden)     # K times the loss, as in the release
                 nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(prepare)
@@ -62,8 +63,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
         c = total + ranks * (c - c.detach())
     invariance = (1 - c.diagonal()).square().sum()
     redundancy = c.square().sum() - c.diagonal().square().sum()
-    # Choice: divided by K. The sum is of the order of K, 8,192, and MoCo-v3's L_inv of the order of
-    # 1, for which lambda was chosen: undivided, L_inv would leave L_equiv next to no weight.
+    # Choice: divided by K, as lambda was chosen for an L_inv of the order of 1, that of MoCo-v3.
     return (invariance + w * redundancy) / len(c)
 
 class BarlowTwins(nn.Module):

@@ -38,7 +38,7 @@ def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     first, second = ser.two_views(source, args).views
     # Choice: in b2 a local view is the whole image at the local size, moved by a g of its own, as
     # 3.2 says of all views; the release moves one crop of 5% to 25% of the image.
-    # Choice: blur has the probability of DINO and the release. Grayscale stays, not so there.
+    # Choice: blur is as likely as in DINO and the release. Grayscale stays; the release drops it.
     local = ser.ViewSettings(args.local_size, args.local_area, blur=0.5, solarize=0.0)
     return ser.Dataset(source, [first, second, local, local, local, local], args.seed)
 

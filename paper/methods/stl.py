@@ -1,17 +1,18 @@
-"""MoCo-v3 + STL (Yu et al. 2024): learn what the transformation was from a pair of its views.
+"""MoCo-v3 + STL (Yu et al. 2024): read the transformation from two views, and apply it elsewhere.
 
     Table 1      M     IN-1k          Sketch         V2             R              3DIE
     MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
     + STL        62.2  65.49 / 85.91  15.40 / 28.96  55.43 / 78.02  17.22 / 28.49  -
     The paper does not decouple STL; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
-    partners, images 2i and 2i + 1, share, view by view, crop, colour jitter, grayscale: (t1, t2)
+    Images 2i and 2i + 1 are partners: they share crop, colour jitter and grayscale of view 1, and
+    also those of view 2. `read`, `hyper`, `embed` and `embed_code` are networks.
+
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
-    yhat_1, yhat_2 = W(its partner's t21) f_2, W(its partner's t12) f_1
+    yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1               W(t) = hyper(t), D x D
     L_eq = InfoNCE(both ways) between embed([f_1; f_2]) and embed([yhat_1; yhat_2])
     L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of the images 2i and of the 2i + 1
     loss = L_inv + L_eq + 0.1 * L_tr                   `equiv` in the log: L_eq + 0.1 * L_tr
-    W(t) = hyper(t), a D x D matrix         `read`, `hyper`, `embed`, `embed_code`: networks
 
     python -m paper.methods.stl     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.stl --data /imagenet
@@ -62,8 +63,8 @@ class Pairs(ser.Dataset):
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 temperature ln(R n) at chance."""
-    # Choice: keys are detached, as in the release. The gradient of L_eq then stands to that of
-    # L_inv about as in STL's own code; if keys carried gradient, too, it would be twice as large.
+    # Choice: keys are detached, as in the release. If they had a gradient, that of L_eq would be
+    # twice as large beside that of L_inv as in STL's own code.
     return info_nce(a, b.detach(), temperature) + info_nce(b, a.detach(), temperature)
 
 class STL(addon.AddOn):
@@ -81,7 +82,7 @@ class STL(addon.AddOn):
         embed = self.heads["embed"]
         t12 = self.heads["read"](torch.cat([f1, f2], dim=1))                            # (B, 128)
         t21 = self.heads["read"](torch.cat([f2, f1], dim=1))
-        # The partner shows something else: its codes can carry the transformation alone.
+        # Codes of the partner, another image, are of use only if they tell the transformation.
         partner = torch.arange(len(f1), device=f1.device) ^ 1     # 1, 0, 3, 2, ...
         codes = torch.cat([t21[partner], t12[partner]])                                 # (2B, 128)
         u_odd = self.heads["embed_code"](codes[0::2])                                   # (B, 128)
@@ -98,7 +99,7 @@ def build(args: Namespace) -> STL:
     """The model of a run. Exits with one sentence if a rank's images do not make pairs."""
     ranks, _ = ser.ranks_and_rank()
     if args.batch_size // ranks % 2 > 0:
-        sys.exit(f"--batch-size {args.batch_size}: each of {ranks} ranks needs an even number")
+        sys.exit(f"--batch-size {args.batch_size}: an even number for each rank, as STL has pairs")
     return STL(ser.build(args).base, args)
 
 def dataset(source: Sequence[str] | Tensor, args: Namespace) -> Pairs:
