@@ -1,4 +1,4 @@
-"""What the evaluations share: results are rows of a file; a picture has a name of its own."""
+"""What the evaluations share: they add results to a file, name pictures, and refuse ranks."""
 import hashlib
 import os
 import sys

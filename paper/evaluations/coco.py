@@ -4,8 +4,8 @@
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. /coco is COCO 2017 as
 it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Results are
-added to coco.json beside the checkpoint, or in --out. Every --save-every steps add a line to
-coco.jsonl and save coco.pt, from where the same command goes on.
+added to coco.json beside the checkpoint, or in --out. Every 500 steps (--save-every) the losses are
+written to coco.jsonl, and coco.pt is saved, from where the same command goes on.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
@@ -45,9 +45,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--iterations", type=int, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=int, default=32, help="images per step, over all ranks (paper: 32)")
-    add("--base-lr", type=float, default=1e-4, help="of AdamW, never scaled (ViTDet: 64 images)")
+    add("--base-lr", type=float, default=1e-4, help="of AdamW, for any batch (ViTDet: 64 images)")
     add("--size", type=int, default=800, help="shorter side of an image, pixels (usually 800)")
-    add("--save-every", type=int, default=1000, help="steps between checkpoints and log lines")
+    add("--save-every", type=int, default=500, help="steps between checkpoints and log lines")
     add("--seed", type=int, default=0, help="seed of new weights, order, flips and proposals")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser.parse_args(argv)
@@ -127,7 +127,7 @@ def lr_at(step: int, args: Namespace) -> float:
     return rate
 
 def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None:
-    """Train all but the encoder, from the checkpoint at `path` on if there is one."""
+    """Train all but the encoder. If there is a checkpoint at `path`, training goes on from it."""
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
     # Choice: ViTDet's AdamW, whose weight decay is that of norms and biases, too.

@@ -1,11 +1,11 @@
 """Full fine-tuning on ImageNet-1k: the last columns of the paper's table of nonlinear evaluations.
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
-    python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0     # of runs/ser
+    python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0  # synthetic images
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. Results are added to
 finetune.json beside the checkpoint, or in --out. Each epoch adds a line to finetune.jsonl and saves
-finetune.pt, from where the same command goes on; its encoder can be evaluated as that of a run.
+finetune.pt, from where the same command goes on, and which other scripts evaluate as last.pt.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
 authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So
@@ -53,7 +53,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--workers", type=int, default=8, help="loader processes of a rank")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     args = parser.parse_args(argv)
-    args.warmup_epochs = args.epochs / 10     # Choice: MAE has 5 of 100
+    args.warmup_epochs = args.epochs / 10     # Choice: 5 of 50, where MAE has 5 of 100
     return args
 
 class Classifier(nn.Module):
@@ -85,18 +85,18 @@ def groups(model: Classifier, args: Namespace) -> list[dict]:
     first = [encoder.pos_embed, encoder.cls_token, *encoder.patch_embed.parameters()]
     blocks = [list(block.parameters()) for block in encoder.blocks]
     last = [*encoder.norm.parameters(), *model.head.parameters()]
-    groups = []
+    members = []
     for above, layer in enumerate([last, *reversed(blocks), first]):
         scale = args.layer_decay ** above
         for p in layer:
             # Position embeddings (1, D, H, W) and [CLS] (1, 1, D) are no matrices.
             decay = args.weight_decay if p.dim() > 1 and len(p) > 1 else 0.0
-            groups.append(dict(params=[p], scale=scale, weight_decay=decay))
-    return groups
+            members.append(dict(params=[p], scale=scale, weight_decay=decay))
+    return members
 
 def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Path) -> None:
-    """Train on pairs of an image (3, S, S) uint8 and its label, from the checkpoint at `path` on if
-    there is one, which must be of the settings `run`."""
+    """Train on pairs of an image (3, S, S) uint8 and its label. If there is a checkpoint at `path`,
+    training goes on from it; it must have the settings `run`."""
     ranks, rank = ser.ranks_and_rank()
     device = model.head.weight.device
     optimizer = torch.optim.AdamW(groups(model, args))
@@ -141,7 +141,7 @@ def finetune(args: Namespace) -> None:
     classes, sets = eval_linear.load_sets(args, run["image_size"])
     data = sets["crops"] if args.data else sets["train"]
     args.batch_size = min(args.batch_size, len(data)) // ranks * ranks
-    # The same command goes on also where a folder or the checkpoint has another name.
+    # What must be the same when a run goes on; folders and the checkpoint may be renamed.
     own = vars(args) | {"data": f"{len(data)} images", "ranks": ranks,
                         "checkpoint": eval_linear.fingerprint(encoder)}
     run |= {f"finetune_{name}": own[name] for name in own if name not in ("out", "workers")}

@@ -1,4 +1,4 @@
-"""ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), its rows below ours.
+"""ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), printed below our results.
 
     python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes head.pt
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-c /imagenet-c
@@ -19,7 +19,7 @@ The paper's means over the columns, top-1 / top-5 in percent; the other methods 
     P, top-1: DINO 62.27, with SER 62.92; Barlow Twins 54.77, with SER 58.89
 
 Results are added to robustness.json beside the checkpoint, or in --out. For images that have no C,
-such as imagenette's, `make` writes one.
+such as imagenette's, `make` writes one; paper/experiments/imagenette.py calls it.
 """
 import shutil
 import sys
@@ -74,8 +74,8 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
     return eval_linear.accuracy(logits, labels, everything)
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """Write a C of data/CLASS/..., or of the first `per_class` images of each class. It becomes
-    `folder` when it is complete. Its results compare with nothing but one another:
+    """Write a C of data/CLASS/..., or of the first `per_class` images of each class. It gets the
+    name `folder` when it is complete. Its results compare with nothing but one another:
     imagecorruptions-imaug is not the original code (motion blur and snow without ImageMagick, frost
     from six pictures, not five), and the resize in front of it is bicubic, not bilinear."""
     import numpy
@@ -97,7 +97,7 @@ def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) ->
             changed = corrupt(image, int(severity), name, **own)
             target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
             target.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(changed).save(target, quality=85)     # as the original's
+            Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
     unfinished.rename(folder)
 
 # ==== ImageNet-P ==================================================================================
@@ -187,8 +187,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--head", default="", help="of eval_linear.py; none: head.pt beside the checkpoint")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
-    add("--imagenet-p", "--p", dest="p", default="", help="its folder (torchrun refuses --p)")
+    add("--imagenet-c", "--c", dest="c", default="", help="folder, also one that `make` wrote")
+    add("--imagenet-p", "--p", dest="p", default="", help="folder (torchrun refuses --p)")
     add("--batch-size", type=int, default=1024, help="images per pass, over all ranks")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     args = parser.parse_args(argv)

@@ -1,9 +1,5 @@
-"""What paper/evaluations/finetune.py promises, and that all evaluations' headers can be pasted."""
-import importlib
+"""What paper/evaluations/finetune.py promises."""
 import json
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +12,7 @@ from paper.evaluations import finetune
 from paper.evaluations.finetune import Classifier, groups, settings, train
 from paper.tests.toys import become_rank, class_folders, seeded, toy_checkpoint, values
 
-FOLDER = Path(finetune.__file__).parent
 QUICK = ["--epochs", "2", "--batch-size", "8", "--workers", "0"]
-
-@pytest.mark.parametrize("name", [path.stem for path in FOLDER.glob("[a-z]*.py")])
-def test_every_command_of_a_header_parses(name):
-    """Also over two lines. There is a checkpoint where there are data."""
-    module = importlib.import_module(f"paper.evaluations.{name}")
-    lines = re.findall(r"^    python (.*)", module.__doc__.replace("\\\n", " "), re.M)
-    assert lines
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        if words[0] == "eval_linear.py":
-            args = eval_linear.arguments().parse_args(words[1:])
-        else:
-            assert words[:2] == ["-m", module.__name__]
-            args = module.settings(words[2:])
-        assert bool(args.checkpoint) == bool(args.data)
 
 def model_of(folder, drop_path=0.0):
     torch.manual_seed(0)
