@@ -16,7 +16,7 @@ rises: .840, .888, .924. Here it moves from block 2 to 4 and 6. Prints means ± 
 in brackets those of the difference to the control, then to MoCo-v3, within a seed:
 
     linear, MLP, 20-NN   on features of one centre crop; the heads' rate is chosen on val
-    score, retrieval     equivariance after blocks 2, 4 and 6: Table 4's score, and ours
+    cosine, retrieval    equivariance after blocks 2, 4 and 6: Table 4's score, and ours
     corrupted            with --corruptions, the linear head on an ImageNet-C made of the first ten
                          val images of a class; needs imagecorruptions-imaug
 
@@ -114,10 +114,10 @@ def main(args: Namespace) -> None:
         return
     if args.corruptions:
         rows += corrupted(args)
-    Path(args.out, "imagenette.json").write_text(json.dumps({"rows": rows}, indent=1))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")
         print(sweep.table(rows, baseline, (2, 4, 6)))
+    Path(args.out, "imagenette.json").write_text(json.dumps({"rows": rows}, indent=1))
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 4), layout="constrained")
     plot(figure, rows)

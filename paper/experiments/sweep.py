@@ -3,10 +3,10 @@
     python -m paper.experiments.sweep --list lambda     on synthetic images
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-layers: Figure 3, whose numbers are in its picture alone, and Table 4, whose scores of the last
-block are (rot90 hflip scale) MoCo-v3 .804 .870 .945, layer 3 .840 .881 .945, 9 .888 .886 .957, 12
-.924 .892 .957. decoupling: EquiMod and AugSelf on the last layer, and on SER's. The paper's other
-numbers are linear top-1 of ImageNet. Here are means ± std over seeds, and in brackets those of the
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet; a number that
+is in the picture of Figure 3 alone is "-" here. Table 4 has scores of the last block, too, for
+rot90, hflip and scale: MoCo-v3 .804 .870 .945; L_equiv after block 3 .840 .881 .945, after 9 .888
+.886 .957, after 12 .924 .892 .957. Prints means ± std over seeds, and in brackets those of the
 difference to SER within a seed. Flags of ser.py go to all runs. OUT/LIST.json has all results.
 """
 import json
@@ -89,7 +89,7 @@ def table(rows: list[dict], baseline: str, blocks: tuple[int, ...]) -> str:
     lines = [["", *runs], ["---"] * (1 + len(runs))]
     for title, columns in found.items():
         digits = 1 if "%" in title else 3
-        base = columns[baseline]
+        base = columns.get(baseline, {})
         line = [title]
         for run in runs:
             own = columns.get(run, {})
@@ -111,7 +111,7 @@ def arguments(program: str) -> ArgumentParser:
     return parser
 
 def settings(argv: list[str] | None = None) -> Namespace:
-    """The settings of a command line; `flags` are those of ser.py."""
+    """The settings of a command line. `flags` are those of ser.py, `lines` the runs."""
     parser = arguments("sweep")
     parser.add_argument("--list", default="layers", choices=list(LISTS), help="what is run")
     args, args.flags = parser.parse_known_args(argv)
@@ -123,8 +123,8 @@ def main(args: Namespace) -> None:
     """Run a list; print it with the paper's numbers, and its table; write the rows."""
     rows = measure(args.lines, args, ["--cache --equivariance"])
     if rows:
-        Path(args.out, f"{args.list}.json").write_text(json.dumps({"rows": rows}, indent=1))
         print(args.lines, table(rows, "SER", (3, 12)), sep="\n")
+        Path(args.out, f"{args.list}.json").write_text(json.dumps({"rows": rows}, indent=1))
 
 if __name__ == "__main__":
     main(settings())

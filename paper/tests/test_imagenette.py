@@ -24,7 +24,7 @@ def fake_run(command, check):
             {"set": "val", "classes": 10, "measure": "linear top-1 %", "block": 6, "value": value}]
     for block in (2, 4, 6):
         row = {"set": "val", "classes": None, "block": block, "value": block + value / 100}
-        rows += [row | {"measure": "rot90 retrieval"}, row | {"measure": "rot90 score", "value": 9}]
+        rows += [row | {"measure": "rot90 retrieval"}, row | {"measure": "rot90 cosine", "value": 9}]
     own = [row | {"encoder": "trained"} for row in rows]
     first = [row | {"encoder": "untrained", "value": VALUES[run] - 20} for row in rows]
     (folder / "eval.json").write_text(json.dumps({"rows": own + first}))

@@ -84,9 +84,9 @@ def test_the_table_has_means_and_differences_within_a_seed():
             rows.append(rows[-1] | {"set": "sketch", "value": 0})
             for block in (2, 22):
                 row = row | {"classes": None, "block": block}
-                rows.append(row | {"measure": "hflip score", "value": seed / 4 - less})
+                rows.append(row | {"measure": "hflip cosine", "value": seed / 4 - less})
                 rows.append(row | {"measure": "hflip chance", "value": 0.1})
     assert sweep.table(rows, "b", (1, 2)).splitlines()[2:] == [
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
-        "| hflip score, block 2 | -0.875 ± 0.177 (-1.000 ± 0.000) "
+        "| hflip cosine, block 2 | -0.875 ± 0.177 (-1.000 ± 0.000) "
         "| 0.125 ± 0.177 (0.000 ± 0.000) |"]
