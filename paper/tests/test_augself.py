@@ -12,8 +12,7 @@ from ser import Augmentation
     (False, False, -0.45, 0.45), (True, False, 0.45, 0.45),
     (False, True, -0.45, -0.45), (True, True, 0.45, -0.45)])
 def test_the_targets_of_two_known_augmentations(flip1, flip2, forth, back):
-    """Centers (y, x) = (.3, .25) and (.6, .7), sizes (.4, .3) and (.2, .6). The flip of the view
-    that comes first mirrors both x. Factors are in widths of their ranges."""
+    """Of two boxes and factors; the flip of the view that comes first mirrors both x."""
     a = Augmentation(0.1, 0.1, 0.4, 0.3, flip1, 0.7, 1.4, 0.9, -0.05)
     b = Augmentation(0.5, 0.4, 0.2, 0.6, flip2)
     a = default_collate([a])

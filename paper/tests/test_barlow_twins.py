@@ -44,8 +44,7 @@ def test_it_trains_from_the_command_line(tmp_path, monkeypatch):
     assert group["lr"] == pytest.approx(0.5005 * 1e-3 * 64 / 256, rel=1e-5)     # half-way
 
 def test_a_step_sets_the_rate_and_clips():
-    """8e-4 at batch 2048, down to a thousandth; the norm of a gradient of K L_inv, here 5 and then
-    0.08, is .3 at most, each by itself."""
+    """8e-4 at batch 2048, down to a thousandth; a gradient of K L_inv has norm .3 at most."""
     model = nn.Linear(2, 1, bias=False)
     model.base = nn.Module()
     args = barlow_twins.settings(["--data", "some", "--hidden", "16"])

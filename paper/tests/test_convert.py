@@ -22,8 +22,7 @@ def shaken_timm(heads):
 
 @pytest.mark.parametrize("form, heads", [("timm", 2), ("timm", 4), ("moco", 12)])
 def test_timms_weights_give_timms_outputs_here(form, heads, tmp_path):
-    """A bare state dict, and moco-v3's checkpoint, whose ViTs have 12 heads; of its two encoders the
-    momentum encoder is left out. So is a classifier."""
+    """A bare state dict, and moco-v3's checkpoint of two encoders; a classifier is left out."""
     vit = shaken_timm(heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}
     flags = ["--heads", heads]

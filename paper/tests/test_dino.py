@@ -122,8 +122,7 @@ def test_stochastic_depth_drops_a_branch_of_whole_images_and_keeps_the_mean():
 @pytest.mark.parametrize("epoch, rate, decay", [
     (0.5, 4e-5, 0.0400222), (10, 8e-4, 0.04880983), (99.999, 1e-5, 0.4)])
 def test_a_step_sets_the_rates_clips_and_freezes(epoch, rate, decay):
-    """lr 8e-4 -> 1e-5 at batch 2048, weight decay .04 -> .4 but for vectors; a gradient's norm is
-    .3 at most; the last layer takes no step in the first epoch."""
+    """Both schedules, and .3 for a gradient's norm; the last layer rests in the first epoch."""
     args = dino.settings([*FLAGS, "--data", "some", "--batch-size", "2048"])
     assert args.crop_min == 0.25
     model = dino.build(args)

@@ -9,8 +9,7 @@ from paper.tests.test_addon import views_of, slow_info_nce, toy
 from ser import Augmentation
 
 def test_the_parameters_of_known_augmentations():
-    """Box and flip; jittered, four operations in order of application, four factors; gray,
-    blurred, sigma, solarized. The order of the view is that of its jittered images alone."""
+    """In the order of the list; the order of the view is that of its jittered images alone."""
     order = torch.tensor([2, 0, 3, 1])
     made = Augmentation(0.1, 0.2, 0.3, 0.4, True, 0.7, 1.2, 0.9, -0.05, order, True, 1.5, True)
     both = default_collate([made, Augmentation(order=order)])

@@ -36,8 +36,7 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
 
 # ==== ImageNet-C ==================================================================================
 def test_unaltered_images_have_the_accuracy_of_val(tmp_path):
-    """Of eval_linear's own head, on its own crops of val, which are not cropped again; in both
-    layouts, archives side by side and in folders of their own; always among all classes."""
+    """By eval_linear's own head, on images as they are; archives side by side or in folders."""
     path = Path(toy_checkpoint(tmp_path))
     for part, per_class in (("train", 4), ("val", 7)):
         class_folders(tmp_path / "data" / part, per_class, 24)
