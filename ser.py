@@ -758,11 +758,11 @@ def announce(args, source, model, b2, done) -> None:
         folders = len({os.path.dirname(path) for path in source})
         where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
     tokens = model.base.encoder.grid ** 2
-    equiv = math.log(1 + 2 * tokens * max(0, b2 - 1))     # of 1 + the number of negatives
+    equiv = f" and L_equiv about {math.log(1 + 2 * tokens * (b2 - 1)):.1f}" if b2 > 0 else ""
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {done} "
           f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
     inv = model.base.chance(args.batch_size)
-    print(f"at chance, L_inv is {inv:.3f} and L_equiv about {equiv:.1f}")
+    print(f"at chance, L_inv is {inv:.3f}{equiv}")
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw) -> Path:
