@@ -1167,6 +1167,7 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     head = torch.load(tmp_path / "head.pt")
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
     assert first == second == wanted
+    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 2 + 2     # rank 0's alone
     close(torch.load(tmp_path / "head.pt")["weight"], head["weight"], 1e-4)
 
 def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp_path, capsys):
@@ -1192,7 +1193,7 @@ def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp
             assert found == pytest.approx(value, abs=1e-4), (measure, name)
             assert f"{found:.4g}" in table
     head = torch.load(path.with_name("head.pt"))
-    assert head["encoder"] == eval_linear.fingerprint(trained)
+    assert eval_linear.fingerprint(untrained) != head["encoder"] == eval_linear.fingerprint(trained)
     right = top1(F.linear(features, head["weight"], head["bias"]), labels)
     assert value_of(rows, measure="linear top-1 %", encoder="trained") == pytest.approx(right)
 
@@ -1214,6 +1215,7 @@ def test_results_of_other_settings_stay(tree, checkpoint):
     other = [*eval_linear.evaluate(eval_args(tree, checkpoint, "--mlp")),
              *eval_linear.evaluate(eval_args(tree, checkpoint, "--cache"))]
     assert checkpoint.with_name("head.pt").read_bytes() == head
+    assert len(set(checkpoint.with_name("eval.jsonl").read_text().splitlines())) == 2 + 2 + 2
     eval_linear.evaluate(eval_args(tree, checkpoint))
     rows = json.loads(checkpoint.with_name("eval.json").read_text())["rows"]
     assert rows == json.loads(json.dumps(first + other))
