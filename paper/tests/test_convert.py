@@ -58,5 +58,5 @@ def test_a_late_cls_does_not_go_to_timm_and_encoder_only_keeps_what_evaluations_
     with pytest.raises(SystemExit, match="after block 1"):
         run("--to-timm", toy_checkpoint(tmp_path), tmp_path / "timm.pth")
     run("--encoder-only", tmp_path / "last.pt", tmp_path / "small.pt")
-    kept, there = [torch.load(tmp_path / name, weights_only=True) for name in ("small.pt", "last.pt")]
+    kept, there = [torch.load(tmp_path / f"{x}.pt", weights_only=True) for x in ("small", "last")]
     assert str(kept) == str({name: there[name] for name in ("step", "settings", "encoder")})
