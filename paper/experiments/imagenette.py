@@ -62,7 +62,7 @@ def corrupted(args: Namespace) -> list[dict]:
         for run in NAMES:
             out = Path(args.out, f"{run}-{seed}")
             sweep.call(["-m", "paper.evaluations.robustness", "--checkpoint", f"{out}/last.pt",
-                        "--head", f"{out}/head-cache.pt", "--c", str(folder)], args)
+                        "--head", f"{out}/head-cache.pt", "--imagenet-c", str(folder)], args)
             sets = json.loads((out / "robustness.json").read_text())["rows"]
             top1 = {row["set"]: row["value"] for row in sets if row["measure"] == "linear top-1 %"}
             rows.append({"run": run, "seed": seed, "set": "val", "classes": 10, "block": 6,

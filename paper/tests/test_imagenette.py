@@ -20,33 +20,31 @@ def fake_run(command, check):
     folder.mkdir(parents=True, exist_ok=True)
     run, _, seed = folder.name.rpartition("-")
     value = VALUES[run] + int(seed)
-    rows = [{"set": "val", "classes": 10, "measure": "mlp top-1 %", "block": 6, "value": value + 3},
-            {"set": "val", "classes": 10, "measure": "linear top-1 %", "block": 6, "value": value}]
+    kinds = [("mlp top-1 %", 10, 6, value + 3), ("linear top-1 %", 10, 6, value)]
     for block in (2, 4, 6):
-        row = {"set": "val", "classes": None, "block": block, "value": block + value / 100}
-        rows += [row | {"measure": "rot90 retrieval"}, row | {"measure": "rot90 cosine", "value": 9}]
-    own = [row | {"encoder": "trained"} for row in rows]
-    first = [row | {"encoder": "untrained", "value": VALUES[run] - 20} for row in rows]
-    (folder / "eval.json").write_text(json.dumps({"rows": own + first}))
-    if "--c" in command:
+        kinds += [("rot90 retrieval", None, block, block + value / 100)]
+        kinds += [("rot90 cosine", None, block, 9)]
+    rows = [dict(zip(("measure", "classes", "block", "value"), kind), set="val") for kind in kinds]
+    rows = [row | {"encoder": "trained"} for row in rows] + [
+        row | {"encoder": "untrained", "value": VALUES[run] - 20} for row in rows]
+    (folder / "eval.json").write_text(json.dumps({"rows": rows}))
+    if "--imagenet-c" in command:
         assert command[command.index("--head") + 1] == str(folder / "head-cache.pt")
-        sets = [{"set": f"C/fog/{i}", "measure": "linear top-1 %", "value": value - 10 * i}
-                for i in (2, 3)]
+        sets = [rows[1] | {"set": f"C/fog/{i}", "value": value - 10 * i} for i in (2, 3)]
         (folder / "robustness.json").write_text(json.dumps({"rows": sets}))
 
 def test_the_arms_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size(capsys):
-    argv = ["--data", "D", "--seeds", "1", "--print", "--bf16"]
-    imagenette.main(imagenette.settings(argv))
+    imagenette.main(imagenette.settings(["--data", "D", "--seeds", "1", "--print", "--bf16"]))
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     arms = [vars(ser.parse(words[1:])) for words in lines[::3]]
     own = arms[-1]
-    assert [{key: arm[key] for key in arm if arm[key] != own[key] and key != "out"} for arm in arms
-            ] == [
+    arms = [{key: arm[key] for key in arm if arm[key] != own[key]} for arm in arms]
+    assert [arm | {"out": 0} for arm in arms] == [{"out": 0} | differs for differs in (
         {"ratio": 0, "cls_layer": 0, "equiv_layers": []}, {"weight": 0}, {"weight": 0.1},
-        {"equiv_layers": [4], "cls_layer": 4}, {"equiv_layers": [6], "cls_layer": 0}, {}]
-    assert (own["bf16"], own["seed"], own["weight"], own["cls_layer"]) == (True, 1, 0.5, 2)
+        {"equiv_layers": [4], "cls_layer": 4}, {"equiv_layers": [6], "cls_layer": 0}, {})]
     settings = ser.Namespace(**own)
-    assert ser.b2_images(settings, 1) == 16 and own["equiv_layers"] == [2]
+    assert settings.bf16 and settings.seed == 1 and ser.b2_images(settings, 1) == 16
+    assert (settings.weight, settings.equiv_layers, settings.cls_layer) == (0.5, [2], 2)
     parameters = ser.new_encoder(settings).parameters()
     assert sum(p.numel() for p in parameters) == pytest.approx(1.2e6, rel=0.02)
     heads = [eval_linear.arguments().parse_args(words[1:]) for words in (lines[1], lines[2])]
@@ -54,8 +52,7 @@ def test_the_arms_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
 
 def test_tables_corruptions_and_picture(tmp_path, monkeypatch, capsys):
     figure = pytest.importorskip("matplotlib.figure")
-    made = []
-    shown = []
+    made, shown = [], []
     monkeypatch.setattr(subprocess, "run", fake_run)
     monkeypatch.setattr(robustness, "make", lambda *where, **how: made.append((where, how)))
     monkeypatch.setattr(figure.Figure, "savefig", lambda one, path: shown.append(one))

@@ -22,33 +22,26 @@ def run_here(command, check):
         module = importlib.import_module(words[0])
         ser.train(module.settings(words[1:]), module.build, module.dataset)
 
-def printed(capsys, *words):
-    """The command lines of a sweep of one seed: trainings, and evaluations."""
-    sweep.main(sweep.settings([*words, "--seeds", "3", "--print", "--launcher", "python"]))
-    lines = capsys.readouterr().out.splitlines()
-    return [[line.split()[1:] for line in part] for part in (lines[::2], lines[1::2])]
-
 @pytest.mark.parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     """Each line is one that its program takes, and whose model can be built."""
-    trained = set()
-    trainings, evaluations = printed(capsys, "--list", name, "--data", "D")
-    for training, evaluation in zip(trainings, evaluations):
+    argv = f"--list {name} --data D --seeds 3 --print --launcher python --ratio 0.5".split()
+    sweep.main(sweep.settings(argv))
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    trained = {}
+    for training, evaluation in zip(lines[::2], lines[1::2]):
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
         settings = getattr(program, "settings", ser.parse)(training[1:])
         with torch.device("meta"):
             model = program.build(settings)
         assert (settings.depth, settings.dim, settings.seed) == (12, 384, 3)
-        trained.add(str((program, vars(settings) | {"out": ""})))
+        trained[str((program, vars(settings) | {"out": ""}))] = settings.ratio
         known = eval_linear.arguments().parse_args(evaluation[1:])
-        assert (known.checkpoint, known.data) == (f"{settings.out}/last.pt", "D")
+        assert known.checkpoint == f"{settings.out}/last.pt" and known.data == settings.data == "D"
         if settings.out.endswith("layer-9-3"):
             assert settings.cls_layer == 9 and list(model.projectors) == ["9"]
-    assert len(trained) == len(trainings) >= 4
-
-def test_half_and_double_r_are_of_the_ratio_that_ser_has(capsys):
-    trainings, _ = printed(capsys, "--list", "r", "--ratio", "0.5")
-    assert [ser.parse(words[1:]).ratio for words in trainings] == [0.25, 1, 0, 0.5]
+    assert len(trained) == len(lines) / 2 >= 4
+    assert name != "r" or list(trained.values()) == [0.25, 1, 0, 0.5]
 
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
@@ -61,12 +54,10 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
             "--epochs 1 --warmup-epochs 0 --base-lr 0.1").split()
     sweep.main(sweep.settings(argv))
     written = (tmp_path / "runs" / "r.json").read_text()
-    for run, encoder in (("SER", "trained"), ("untrained", "untrained")):
-        folder = tmp_path / "runs" / "SER-5"
-        theirs = json.loads((folder / "eval.json").read_text())["rows"]
-        kept = [row for row in json.loads(written)["rows"] if row["run"] == run]
-        assert [row | {"run": run, "seed": 5} for row in theirs if row["encoder"] == encoder] == [
-            row for row in kept if row["seed"] == 5][-len(theirs) // 2:]
+    theirs = json.loads((tmp_path / "runs" / "SER-5" / "eval.json").read_text())["rows"]
+    names = {"trained": "SER", "untrained": "untrained"}
+    assert json.loads(written)["rows"][-len(theirs):] == [
+        row | {"run": names[row["encoder"]], "seed": 5} for row in theirs]
     table = capsys.readouterr().out
     assert "| untrained | equi | SER |" in table and "| linear top-1 %, block 2 | " in table
     sweep.main(sweep.settings(argv))
@@ -77,15 +68,14 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 def test_the_table_has_means_and_differences_within_a_seed():
     """The differences -1, -1 have no spread, though the values have. The newest result counts."""
     rows = []
+    names = ("run", "seed", "set", "classes", "block", "measure", "value")
     for run, less in (("a", 1), ("b", 0)):
         for seed, value in ((0, 9), (0, 50), (1, 52)):
-            row = {"run": run, "seed": seed, "set": "val", "classes": 10, "block": 6}
-            rows.append(row | {"measure": "20-NN top-1 %", "value": value - less})
-            rows.append(rows[-1] | {"set": "sketch", "value": 0})
-            for block in (2, 22):
-                row = row | {"classes": None, "block": block}
-                rows.append(row | {"measure": "hflip cosine", "value": seed / 4 - less})
-                rows.append(row | {"measure": "hflip chance", "value": 0.1})
+            for kind in (("val", 10, 6, "20-NN top-1 %", value - less),
+                         ("sketch", 10, 6, "20-NN top-1 %", 0), ("val", None, 2, "rot90 chance", 0),
+                         ("val", None, 2, "hflip cosine", seed / 4 - less),
+                         ("val", None, 22, "hflip cosine", 9)):
+                rows.append(dict(zip(names, (run, seed, *kind))))
     assert sweep.table(rows, "b", (1, 2)).splitlines()[2:] == [
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
         "| hflip cosine, block 2 | -0.875 ± 0.177 (-1.000 ± 0.000) "
