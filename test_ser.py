@@ -890,12 +890,12 @@ def test_a_run_refuses_what_would_change_it_and_nothing_else(
     assert "--out" in told and "workers" not in told and "ranks" not in told
 
 class Exploding(ser.MoCoV3):
-    """Its loss is infinite from the third step on."""
+    """Its loss is infinite from the fourth step on."""
     def update(self, progress):
         self.progress = progress
 
     def forward(self, views, cls):
-        return super().forward(views, cls) / (self.progress < 0.2)     # by zero: inf, not nan
+        return super().forward(views, cls) / (self.progress < 0.3)     # by zero: inf, not nan
 
 def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp_path):
     """It names the step at which that was found, and the last good checkpoint stays."""
