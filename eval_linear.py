@@ -118,8 +118,7 @@ def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     images: (B, K), K = blocks * D, in fp32 on the encoder's device."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
-    # Choice: bf16 on a GPU, as in training.
-    with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda):
+    with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda):     # Choice: as in training
         cls_at = encoder(x, last).cls_at
         tokens = [encoder.norm(cls_at[layer]) for layer in last]
     return torch.cat(tokens, dim=1).float()
@@ -156,8 +155,7 @@ class Heads(nn.ModuleList):
             layers += [nn.Linear(width, units), nn.ReLU()]
             width = units
         last = nn.Linear(width, classes)
-        # Choice: N(0, .01) and biases 0, as the release.
-        nn.init.normal_(last.weight, std=0.01)
+        nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
         nn.init.zeros_(last.bias)
         head = nn.Sequential(*layers, last)
         super().__init__(copy.deepcopy(head) for _ in range(heads))
@@ -211,8 +209,8 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
     return [share[0].item(), share.sum().item()]
 
 # ==== 5. k-NN (paper 4.2) =========================================================================
-def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: int = 20) -> float:
-    """Top-1 in percent of test features (n, D), shared by the ranks, by a vote of the k nearest
+def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
+    """Top-1 in percent of test features (n, D), shared by the ranks, by a vote of the 20 nearest
     training features (m, D) with weights exp(s / .07), s the cosine similarity."""
     ranks, rank = ser.ranks_and_rank()
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
@@ -220,7 +218,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: in
     test = F.normalize(test)
     right = torch.zeros((), device=test.device)
     for x, y in zip(test[rank::ranks].split(256), labels[rank::ranks].split(256)):
-        similarity, nearest = (x @ train.T).topk(min(k, len(train)))              # (B, k)
+        similarity, nearest = (x @ train.T).topk(min(20, len(train)))             # (B, 20)
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
         votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
         right += (votes.argmax(1) == y).sum()
@@ -232,22 +230,21 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor, k: in
 @torch.no_grad()
 def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) -> dict:
     """After each of the blocks `layers`, how token maps f(x) move under one element of G, "rot90",
-    "hflip" or "scale". images: (n, 3, S, S) normalised.
+    "hflip" or "scale". images: (n, 3, S, S) uint8.
     cosine     paper A.2: the mean over tokens of cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1
     retrieval  the share of tokens of rho_h f(x) whose most similar one, among all of f(rho_h x) of
                32 images, is their counterpart; 1 / (32 H W) by chance
-    g may be the identity; h always turns or flips. For "scale" both are g2: rho resizes to it."""
+    g may be the identity; h always turns or flips. For "scale" both resize to the grid of g2."""
     sums = {layer: torch.zeros(2) for layer in layers}
-    for part, x in enumerate(images.split(32)):
+    for part, pixels in enumerate(images.split(32)):
+        x = ser.normalise(pixels / 255)
         g1, g2 = [ser.sample_geometry(len(x), encoder.grid, [element], ser.rng(element, part, view))
                   for view in (1, 2)]
         g = ser.relative(g2, g1)
-        h = g
-        if element == "hflip":
-            h = g._replace(flip=torch.ones_like(g.flip))
-        elif element == "rot90":
-            h = g._replace(turns=1 + torch.arange(len(x)) % 3)
-        moved = [ser.rho(g, x, encoder.patch_size), ser.rho(h, x, encoder.patch_size)]
+        flip = torch.full_like(g.flip, element == "hflip")
+        turns = (1 + torch.arange(len(x)) % 3) * (element == "rot90")
+        h = ser.Geometry(flip, turns, g.grid)
+        moved = [ser.rho(each, x, encoder.patch_size) for each in (g, h)]
         encoded = [encoder(view, layers).maps for view in (x, *moved)]
         for layer in layers:
             maps = [of_view[layer] for of_view in encoded]                        # (B, D, H, W)
@@ -297,7 +294,7 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Path) -> tuple:
     """Rows of 20-NN and, if wanted, of heads; and what head.pt holds of the best head."""
-    trains = args.cache or args.mlp or not (args.knn or args.equivariance)
+    trains = args.cache or args.mlp or not args.knn
     cached = args.cache or "crops" not in sets
     blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # those with [CLS]
     train, train_labels = extract(encoder, sets["train"], blocks if cached else 1, args)
@@ -347,27 +344,26 @@ def evaluate(args: Namespace) -> list:
     if args.equivariance or not args.data:
         encoders = {"untrained": ser.new_encoder(run).eval(), "trained": trained}
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
-    spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long().tolist()
-    images = ser.normalise(torch.stack([sets["val"][place][0] for place in spread]) / 255)
+    spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long()
+    images = torch.stack([sets["val"][place][0] for place in spread.tolist()]).to(device)
     rows = []
-    heads = {}
+    kept = {}
     for name, encoder in encoders.items():
         encoder.to(device)
         found = []
         if args.cache or args.mlp or args.knn or not args.equivariance:
-            found, heads[name] = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
+            found, kept = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
         for element in ser.ELEMENTS if "untrained" in encoders else ():
-            measured = equivariances(encoder, images.to(device), layers, element)
-            for layer, values in measured.items():
+            for layer, values in equivariances(encoder, images, layers, element).items():
                 found += make_rows(values, "val", None, layer)
         step = state["step"] if name == "trained" else 0
         rows += [row | {"encoder": name, "step": step, "settings": vars(args)} for row in found]
     if ser.ranks_and_rank()[1] == 0:
         print_table(rows)
         merge(path, rows)
-        if heads.get("trained") and not args.mlp:
+        if kept and not args.mlp:     # of the last encoder, which is the trained one
             name = "head-cache.pt" if args.cache else "head.pt"
-            ser.save(path.with_name(name), **heads["trained"], step=state["step"],
+            ser.save(path.with_name(name), **kept, step=state["step"],
                      encoder=fingerprint(trained), data=args.data, cache=args.cache)
     return rows
 

@@ -1133,14 +1133,14 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(tmp_path
 def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer):
     """A.2, on a part of 32 images and one of 2, which have a g of their own."""
     encoder = toy_vit()
-    images = torch.randn(34, 3, 16, 16, generator=seeded())
+    images = torch.randint(256, (34, 3, 16, 16), generator=seeded(), dtype=torch.uint8)
 
     def tokens_of(x):
         h = encoder(x, [layer]).maps[layer]
         return encoder.norm(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if layer == 4 else h
 
     wanted = {f"{kind} cosine": 0.0, f"{kind} retrieval": 0.0}
-    for part, x in enumerate(images.split(32)):
+    for part, x in enumerate(ser.normalise(images / 255).split(32)):
         g1, g2 = (sample_geometry(len(x), 4, [kind], ser.rng(kind, part, v)) for v in (1, 2))
         g = relative(g2, g1)
         cosines = F.cosine_similarity(slow_rho(g, tokens_of(x)), tokens_of(slow_rho(g, x, 4)))
@@ -1187,8 +1187,7 @@ def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp
         near = eval_linear.cls_features(encoder, train, 1)
         wanted = {"20-NN top-1 %": eval_linear.knn(near, train_labels, features, labels)}
         for element in ser.ELEMENTS:
-            x = ser.normalise(val[spread] / 255)
-            wanted |= eval_linear.equivariances(encoder, x, [1], element)[1]
+            wanted |= eval_linear.equivariances(encoder, val[spread], [1], element)[1]
         for measure, value in wanted.items():
             found = value_of(rows, measure=measure, encoder=name)
             assert found == pytest.approx(value, abs=1e-4), (measure, name)
