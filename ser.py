@@ -1,33 +1,34 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
 
-Self-supervised learning makes the final embedding of an image invariant to augmentations, and so
-erases geometric structure. SER keeps that objective and adds a second one at an intermediate layer,
-where the patch tokens still form a map of the image:
+Self-supervised learning makes the final embedding of an image invariant to augmentations, and may
+so erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
+layer, where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch, both with colour jitter: b1 with the usual random crops
-                   (T); b2, a share r = .01, with invertible geometry from a group G instead (T_eq)
+    b1, b2         the two parts of a batch. Views of b1: random crops, colour jitter (T). Views of
+                   b2, a share r = .01: invertible geometry from a group G, colour jitter (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
-                   one mean, where Eq. 3 reads as a sum of two (section 6 says why)
+                   one mean, where Eq. 3 reads as a sum of two (SER.forward says why)
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; r = .01: 3 images in b2
-    torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
-`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent or, for L_inv,
-positions, heads and rate, against it. In six points we follow it where the release, dbe5e93, has
-    one crop of an image for both views of b2, not the whole image      builder/moco.py:42-43
-    flips and half-turns in view 2 exactly where view 1 has none        builder/moco.py:921-922
-    tokens of the momentum encoder on the side that is moved            builder/moco.py:498-503
-    projection before the move, not after it                            builder/moco.py:502, 949
-    both views as anchors, and no gradient through the gathered tokens  builder/moco.py:956, 1067
-    bicubic resizing without antialiasing                               builder/utils.py:934, 942
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU: 15 images in b2
+    torchrun --nproc_per_node=8 ser.py --data /imagenet             the main setting of the paper
+`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent, or where we
+depart from it: in L_inv, and from MoCo-v3's settings in the number of heads and the learning rate.
 Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
     C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
+In six points the authors' code, commit dbe5e93, departs from the paper, and we do not:
+    one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
+    view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
+    the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
+    tokens are projected before they are moved, not after               builder/moco.py:502, 949
+    both views are anchors; gathered tokens carry no gradient           builder/moco.py:956, 1067
+    token maps are resized bicubically, without antialiasing            builder/utils.py:934, 942
 """
 import copy
 import glob
@@ -44,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision.io import decode_image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import rgb_to_grayscale
@@ -51,23 +53,23 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==================================
-# Sections 1 and 4 can be copied to where math, torch and typing.NamedTuple are imported. Their use,
-# for two maps of b2, h1 = f1(x1) and h2 = f1(x2), and project = projector(D):
+# Sections 1 and 4 can be copied: they need math, torch and typing.NamedTuple alone. Their use, for
+# two maps of b2, h1 = f1(x1) and h2 = f1(x2), and project = projector(D) of section 4:
 #     aligned = rho(relative(g2, g1), h1)
 #     z, z_prime = project(aligned.flatten(2).mT), project(h2.flatten(2).mT)
 #     loss = patch_ntxent(z, z_prime)
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image, on the CPU. A scaling is stored as the grid it leads to."""
+    """An element of G for each image, on the CPU. A scaling is given by the grid it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
-    grid: tuple[int, int]    # (H, W) of moved maps, in tokens; Choice: one for all B (release)
+    grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    What `elements` leaves out becomes the identity; the rest samples the same numbers as before."""
+    What `elements` leaves out becomes the identity; all else is sampled as if it were there."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
@@ -94,24 +96,24 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, one for crops and rho."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share it."""
     if x.shape[-2:] == size:
         return x
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack kernels
-    return torch.nn.functional.interpolate(wide, size, mode="bilinear", antialias=True).to(x.dtype)
+    full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # for CPUs
+    return torch.nn.functional.interpolate(full, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
     cell=1 moves token maps, cell=patch_size moves pixels. Flips and turns permute, bit for bit;
-    only a change of size resamples. Gradients flow through. Raises ValueError if g is not for B."""
+    only a change of size resamples. Gradients flow through. Raises ValueError if B differs."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
-            shared = (g.flip == flip) & (g.turns == turns)     # (B,) bool, images of this element
-            rows = shared.nonzero().flatten().to(x.device, non_blocking=True)
+            chosen = (g.flip == flip) & (g.turns == turns)     # (B,) bool, images of this element
+            rows = chosen.nonzero().flatten().to(x.device, non_blocking=True)
             if len(rows) > 0:
                 part = x[rows].flip(-1) if flip else x[rows]
                 part = torch.rot90(part, turns, (-2, -1))
@@ -129,8 +131,8 @@ class ViewSettings(NamedTuple):
     solarize: float                 # probability
 
 class Augmentation(NamedTuple):
-    """What made a view of an image; the defaults do nothing. From top to width: the crop, in shares
-    of the image. Collated by the loader, each field is a tensor (B,), and order is (B, 4)."""
+    """How a view of an image is made; the defaults do nothing. From top to width: the crop, in
+    shares of the image. Collated by the loader, each field is a tensor (B,), and order (B, 4)."""
     top: float = 0.0
     left: float = 0.0
     height: float = 1.0
@@ -140,7 +142,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # order[k]: which of these four is k-th; set by make_views
+    order: Tensor = torch.arange(4)     # order[k]: which of these four is k-th; one for a batch
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -157,31 +159,31 @@ def ranks_and_rank() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator whose seed is a hash of the key's text, by random.Random: SHA-512."""
+    """A CPU generator, seeded by a hash of the key that is the same in every process."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
-    """Cut a view (3, S, S) out of (3, h, w), and sample MoCo-v3's jitter for it."""
-    made = Augmentation()
+    """Cut a view (3, S, S) out of (3, h, w), and sample the jitter that `photometric` will do."""
+    aug = Augmentation()
     if crop:
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
         flip = random.random() < 0.5
-        made = Augmentation(top / h, left / w, height / h, width / w, flip)
-    # Choice: a whole image is made a square, as a crop is.
+        aug = Augmentation(top / h, left / w, height / h, width / w, flip)
+    # Choice: a whole image becomes a square, as a crop does; rho scales it later.
     pixels = resize(image[None], (settings.size, settings.size))[0]
-    if made.flip:
+    if aug.flip:
         pixels = pixels.flip(-1)
     if random.random() < 0.8:
-        made = made._replace(
+        aug = aug._replace(
             brightness=random.uniform(0.6, 1.4), contrast=random.uniform(0.6, 1.4),
             saturation=random.uniform(0.8, 1.2), hue=random.uniform(-0.1, 0.1))
     if random.random() < settings.blur:
         # Choice: MoCo-v3's 0.1 to 2 pixels of 224, scaled to the side of the view.
-        made = made._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
-    made = made._replace(gray=random.random() < 0.2, solarize=random.random() < settings.solarize)
-    return pixels, made
+        aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
+    aug = aug._replace(gray=random.random() < 0.2, solarize=random.random() < settings.solarize)
+    return pixels, aug
 
 class Dataset(torch.utils.data.Dataset):
     """Key (epoch, index, in_b2) -> for each view, pixels (3, S, S) uint8 and Augmentation.
@@ -198,7 +200,7 @@ class Dataset(torch.utils.data.Dataset):
             image = read_image(image)
         seed = rng(self.seed, "image", epoch, index).initial_seed()
         random.seed(seed)
-        torch.default_generator.manual_seed(seed)     # torchvision's crop samples from this one
+        torch.manual_seed(seed)     # of torchvision's crop
         # Paper: 3.2, T_eq has no crop: g will act on the whole image.
         return [sample_view(image, settings, crop=not in_b2) for settings in self.views]
 
@@ -215,8 +217,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
     c = torch.where(chroma == 0, 1, chroma)     # gray has hue 0
-    hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)
-    hue = torch.where(value == r, (g - b) / c, hue)     # in sextants: red 0, green 2, blue 4
+    hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)     # red 0, green 2, blue 4
+    hue = torch.where(value == r, (g - b) / c, hue)
     # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)).
     offsets = torch.arange(5, 0, -2, device=x.device)     # of red, green, blue: 5, 3, 1
     k = (hue + 6 * shift + offsets.view(3, 1, 1)) % 6
@@ -224,15 +226,15 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     return torch.where(shift == 0, x, shifted)
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur (n, 3, h, w) by sigma (n, 1, 1, 1) pixels; the borders are mirrored."""
-    n, _, h, w = x.shape
+    """Blur (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
     radius = min(math.ceil(6 * max(h, w) / 224), h - 1, w - 1)     # about 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(n, 1) ** 2), dim=1)     # adds up to 1
-    kernel = kernel.repeat_interleave(3, dim=0)     # (3 n, 2 radius + 1), a row for each channel
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)     # adds up to 1
+    kernel = kernel.repeat_interleave(3, dim=0)     # (3 B, 2 radius + 1), a row for each channel
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
-    x = F.conv2d(x, kernel[:, None, :, None], groups=3 * n)
-    return F.conv2d(x, kernel[:, None, None, :], groups=3 * n).view(n, 3, h, w)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
+    return F.conv2d(x, kernel[:, None, None, :], groups=3 * B).view(B, 3, h, w)
 
 # torchvision's colour jitter of images in [0, 1] by factors (B, 1, 1, 1), in the order of
 # Augmentation. A factor of 1, and a hue of 0, leave an image as it is, bit for bit.
@@ -242,44 +244,48 @@ JITTER = (
     ("saturation", lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1)),
     ("hue", shift_hue))
 
-def photometric(x: Tensor, made: Augmentation) -> Tensor:
-    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `made`, and normalised."""
+def photometric(x: Tensor, aug: Augmentation) -> Tensor:
+    """Images (B, 3, h, w) in [0, 1], each jittered by its own row of `aug`, and normalised."""
     def column(name: str) -> Tensor:     # flags become 0 and 1
-        return getattr(made, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
+        return getattr(aug, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
     # Choice: one order for all images, as in the release; torchvision samples one for each.
-    for number in made.order[0].tolist():
+    for number in aug.order[0].tolist():
         name, operation = JITTER[number]
         x = operation(x, column(name))
     x = torch.where(column("gray") > 0, rgb_to_grayscale(x, num_output_channels=3), x)
-    rows = made.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
     if len(rows) > 0:     # all images of view 1, a tenth of those of view 2
         x[rows] = gaussian_blur(x[rows], column("blur")[rows])
     x = torch.where((column("solarize") > 0) & (x >= 128 / 255), 1 - x, x)
     return normalise(x)
 
+def b2_images(args: Namespace, ranks: int) -> int:
+    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, or 20 on a single one."""
+    return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # halves up
+
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     """Apply rho to b2, then jitter all images. loaded: for each view, pixels (B, 3, S, S) uint8 on
     the device, rows b1 then b2, and their Augmentation on the CPU."""
     ranks, rank = ranks_and_rank()
-    n_b2 = b2_images(args, ranks)     # |b2| of this rank
+    n_b2 = b2_images(args, ranks)
     views = []
-    for v, (pixels, made) in enumerate(loaded):
+    for v, (pixels, aug) in enumerate(loaded):
         x = pixels / 255
         n_b1 = len(x) - n_b2
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, v))
-        made = made._replace(order=order.expand(len(x), 4))
-        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in made]))
+        aug = aug._replace(order=order.expand(len(x), 4))
+        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in aug]))
         b2 = g = None
         if n_b2 > 0:
-            # Every rank samples g for all ranks, so that the grid is one, and keeps its own rows.
+            # Every rank samples g for all ranks, so that all share a grid, and keeps its own rows.
             g = sample_geometry(ranks * n_b2, pixels.shape[-1] // args.patch_size, args.group,
                                 rng(args.seed, "geometry", step, v))
             own = slice(rank * n_b2, (rank + 1) * n_b2)
             g = Geometry(g.flip[own], g.turns[own], g.grid)
             moved = rho(g, x[n_b1:], args.patch_size)
-            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in made]))
-        views.append(View(b1, b2, g, made))
+            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in aug]))
+        views.append(View(b1, b2, g, aug))
     return views
 
 # ==== 3. Encoder: a ViT into which [CLS] enters late (paper 3.1) ==================================
@@ -307,7 +313,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), its [CLS], no norm; for probes (4.1)
+    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), its [CLS], no norm; for evaluations
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
@@ -333,26 +339,25 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
-        # Choice: learned position embeddings, as in the release and in Table 1 (42.9 M trained
-        # parameters; fixed ones would make it 42.8 M), resized to the grids of b2. [CLS] has none.
+        # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
+        # has none. Table 1 has 42.9 M trained parameters; with fixed ones it would be 42.8 M.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
         """Encode (B, 3, h, w), any multiples of the patch size; layers: whose maps to return."""
         x = self.patch_embed["proj"](images)                        # (B, D, H, W)
-        grid = tuple(x.shape[-2:])
-        x = (x + resize(self.pos_embed, grid)).flatten(2).mT        # (B, N, D)
+        H, W = x.shape[-2:]
+        x = (x + resize(self.pos_embed, (H, W))).flatten(2).mT      # (B, N, D)
         maps = {}
         cls_at = {}
         for layer in range(self.depth + 1):
             if layer > 0:
                 x = self.blocks[layer - 1](x)
             if layer in layers:
-                patches = x
-                if layer > self.cls_layer:                          # then [CLS] is token 0
+                patches = x[:, -H * W:]                             # all but [CLS]
+                maps[layer] = patches.mT.unflatten(2, (H, W))
+                if layer > self.cls_layer:
                     cls_at[layer] = x[:, 0]
-                    patches = x[:, 1:]
-                maps[layer] = patches.mT.unflatten(2, grid)
             if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
                 cls = self.cls_token.expand(x.shape[0], -1, -1)
                 x = torch.cat([cls, x], dim=1)
@@ -360,8 +365,8 @@ class ViT(nn.Module):
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
-# its negatives all tokens, of both views, of the *other* images of b2, over all ranks (the formula
-# of 3.3; the comment in Algorithm 1 is looser). All of them carry gradient.
+# its negatives all tokens, of both views, of the *other* images of b2, over all ranks. That is the
+# formula of 3.3; Algorithm 1 also speaks of "other tokens". All of them carry gradient.
 def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
     linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
@@ -369,8 +374,8 @@ def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.LayerNorm(dim), linear1, torch.nn.GELU(), linear2)
 
 class AllGather(torch.autograd.Function):
-    """(B, ...) of each rank -> (R * B, ...), in rank order. A rank's rows enter the loss of every
-    rank, so their gradient is the sum over ranks: with DDP's mean, R ranks equal one process."""
+    """(B, ...) of each rank -> (R * B, ...), in rank order. The gradient of a rank's rows is summed
+    over ranks, as all their losses use these rows. With DDP's mean, R ranks equal one process."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -392,12 +397,12 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
     where s is the cosine divided by the temperature. z, z_prime: (B, N, K), the projected tokens of
     rho_g(f1(x1)) and of f1(x2), of any float dtype; computed in fp32. Anchors are local, keys come
     from all ranks: the mean over ranks is the loss of the whole batch. All ranks must have the same
-    B and N, hence the same grid, and together at least two images."""
+    B and the same grid. Raises ValueError if there is but one image over all ranks."""
     with torch.autocast(z.device.type, enabled=False):
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
         keys = torch.cat([z, z_prime], dim=1)                        # (B, 2N, K)
-        own = torch.arange(len(z), device=z.device)                  # (B,), i, as an index of keys
+        own = torch.arange(len(z), device=z.device)                  # (B,), image i's row in keys
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                             # (R * B, 2N, K)
             own = own + len(z) * torch.distributed.get_rank()
@@ -419,7 +424,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 #     base.encoder         the online ViT, which SER runs
 #     base(views, cls)     L_inv, a scalar; cls: the final [CLS] of each view, (B, D), rows b1, b2
 #     base.update(p)       called by `train` before every step, with p = step / steps
-#     base.chance(batch)   L_inv where all images look alike, for the log
+#     base.chance(batch)   L_inv if all embeddings are equal, printed when a run begins
 def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
     """The final [CLS] of a view, (B, D), rows b1 then b2, and layer -> map, of b2 alone."""
     b1 = encoder(view.b1)
@@ -444,7 +449,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # keys may have a gradient; MoCo-v3's have none
+            k = AllGather.apply(k)     # a gradient of keys passes, though MoCo-v3's have none
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
@@ -486,7 +491,7 @@ class MoCoV3(nn.Module):
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
 
     def chance(self, batch: int) -> float:
-        """L_inv where all images look alike; batch: images over all ranks."""
+        """L_inv if all embeddings are equal; batch: images over all ranks."""
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
@@ -507,12 +512,12 @@ class SER(nn.Module):
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-        # Choice: one loss over b1 and b2, as in the release; Eq. 3 adds a loss of each. Of the 256
-        # images of a rank 3 are in b2: in a mean of their own, each would weigh as 84 of b1 do.
+        # Choice: one mean over b1 and b2, as in the release; Eq. 3 adds a mean of each. A rank has
+        # 253 images in b1 and 3 in b2, so that one of b2 would then weigh as much as 84 of b1.
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
-        # Choice: the mean over layers, the sum over pairs of views (paper/methods/multicrop.py).
+        # Choice: the mean over layers, the sum over pairs of views; mostly there is one of each.
         equiv = 0.0
         for layer, project in zip(self.layers, self.projectors.values()):
             for i in range(0, len(views), 2):
@@ -529,9 +534,9 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
 # ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2) ======================
-SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, cls_layer=3, equiv_layers=[3],
-             ratio=0.25, crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
-             moco_hidden=512, workers=0)     # the defaults for synthetic images
+# The defaults for synthetic images:
+SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
+             batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
 
 def arguments() -> ArgumentParser:
     """The flags of ser.py; another method adds its own, or changes defaults by set_defaults."""
@@ -545,7 +550,7 @@ def arguments() -> ArgumentParser:
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
     add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2; 0, with --cls-layer 0: MoCo-v3")
+    add("--ratio", type=float, default=0.01, help="r, share of b2; MoCo-v3: 0, with --cls-layer 0")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
@@ -555,7 +560,7 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=float, default=3e-4, help="rate at batch 256 (Choice: the release's)")
+    add("--base-lr", type=float, default=3e-4, help="at batch 256 (Choice: release; MoCo-v3 half)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
@@ -577,17 +582,13 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
         args.warmup_epochs = args.epochs / 10
     return args
 
-def b2_images(args: Namespace, ranks: int) -> int:
-    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, or 20 on a single one."""
-    return math.floor(args.ratio * args.batch_size / ranks + 0.5)
-
 def check_settings(args: Namespace, images: int, ranks: int) -> None:
-    """Exit with one sentence if no run can have these settings, so many images and ranks."""
+    """Exit with one sentence if a setting cannot be, or not with so many images and ranks."""
     size = args.batch_size
-    b2 = b2_images(args, ranks) * ranks
-    least = max(2, ranks)     # of b2: L_equiv needs two images, every rank the same number, not 0
-    fits = min(size, images) // ranks * ranks
-    for flag, right, advice in (
+    b2 = ranks * b2_images(args, ranks)
+    least = max(2, ranks)     # images in b2: two, for L_equiv, and one on each rank
+    most = min(size, images) // ranks * ranks     # images in a batch: each rank has as many
+    for flag, holds, wanted in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
             ("dim", args.dim % args.heads == 0, "a multiple of --heads"),
             ("cls_layer", 0 <= args.cls_layer < args.depth, "0 or more, and below --depth"),
@@ -596,11 +597,11 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
             ("batch_size", size > least, f"above {least}, the least that b2 can have"),
-            ("batch_size", size == fits, f"{fits}, for {images} images and {ranks} ranks"),
+            ("batch_size", size == most, f"{most}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or 2 <= b2 < size,
              f"{least / max(1, size):.3g}, or 0, as {b2} of {size} images would be in b2")):
-        if not right:
-            sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: should be {advice}")
+        if not holds:
+            sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: should be {wanted}")
 
 # ==== 8. Data: image files, synthetic images, and the order of a run ==============================
 def list_images(folder: str) -> list[str]:
@@ -624,8 +625,8 @@ def read_image(path: str) -> Tensor:
     return image
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). A smooth tint
-    tells the places of an image apart, also after a turn, but nothing of the class."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). A smooth tint that
+    does not depend on the class tells the places of an image apart, also after a turn."""
     g = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=g)
     axis = torch.linspace(-1, 1, size)
@@ -648,8 +649,8 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator[list]:
-    """The keys (epoch, index, in_b2) of this rank's batches: its part of b1, then of b2. Every
-    epoch has its own order; its last, incomplete batch is dropped."""
+    """The keys (epoch, index, in_b2) of this rank's batches up to the end of a run: its part of b1,
+    then of b2. Every epoch has its own order; its last, incomplete batch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     n_b1 = size - ranks * b2_images(args, ranks)     # of all ranks
@@ -711,10 +712,10 @@ def save(path: Path, **state) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode."""
+    """The encoder of a checkpoint, in eval mode. paper/experiments/convert.py takes timm's."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
-        encoder = new_encoder(Namespace(**state["settings"]))     # timm's checkpoints: convert.py
+        encoder = new_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
@@ -751,18 +752,17 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, b2, done) -> None:
-    """Print what a run has found, and its losses at chance, where all embeddings look alike."""
+def announce(args, source, model, b2, progress) -> None:
+    """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
         where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
+    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {progress} "
+          f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
     tokens = model.base.encoder.grid ** 2
     equiv = f" and L_equiv about {math.log(1 + 2 * tokens * (b2 - 1)):.1f}" if b2 > 0 else ""
-    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {done} "
-          f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
-    inv = model.base.chance(args.batch_size)
-    print(f"at chance, L_inv is {inv:.3f}{equiv}")
+    print(f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}{equiv}")
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw) -> Path:
@@ -782,8 +782,8 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    wrap = nn.parallel.DistributedDataParallel     # no device_ids: Geometry is to stay on the CPU
-    parallel = wrap(model, gradient_as_bucket_view=True) if ranks > 1 else model
+    # Without device_ids, which would move Geometry to the GPU.
+    parallel = DDP(model, gradient_as_bucket_view=True) if ranks > 1 else model
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -801,7 +801,7 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
             group["lr"] = learning_rate(args, step / per_epoch)
         model.base.update(step / steps)
         # Views.
-        loaded = [(pixels.to(device, non_blocking=True), made) for pixels, made in loaded]
+        loaded = [(pixels.to(device, non_blocking=True), aug) for pixels, aug in loaded]
         views = make_views(loaded, args, step)
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)

@@ -50,21 +50,21 @@ def crops(first: Augmentation, second: Augmentation) -> Tensor:
     code and in the release; so the target of (2, 1) is not always minus that of (1, 2)."""
     return box(first, first.flip) - box(second, first.flip)
 
-def box(made: Augmentation, flip: Tensor) -> Tensor:
+def box(aug: Augmentation, flip: Tensor) -> Tensor:
     """(B, 4): center y, center x, height, width, with center x mirrored where `flip` (B,)."""
-    y = made.top + made.height / 2
-    x = made.left + made.width / 2
+    y = aug.top + aug.height / 2
+    x = aug.left + aug.width / 2
     x = torch.where(flip, 1 - x, x)
-    return torch.stack([y, x, made.height, made.width], dim=1).float()
+    return torch.stack([y, x, aug.height, aug.width], dim=1).float()
 
 def colors(first: Augmentation, second: Augmentation) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
     ranges = torch.tensor([0.8, 0.8, 0.4, 0.2])     # .6 to 1.4, twice; .8 to 1.2; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
 
-def factors(made: Augmentation) -> Tensor:
+def factors(aug: Augmentation) -> Tensor:
     """(B, 4): what multiplies or shifts brightness, contrast, saturation and hue."""
-    columns = [made.brightness, made.contrast, made.saturation, made.hue]
+    columns = [aug.brightness, aug.contrast, aug.saturation, aug.hue]
     return torch.stack(columns, dim=1).float()
 
 class AugSelf(addon.AddOn):

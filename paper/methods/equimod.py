@@ -51,14 +51,14 @@ STD = torch.tensor([0.136, 0.161, 0.187, 0.173, 0.5,
 
 def parameters(view: View) -> Tensor:
     """What T did to the images of a view, (B, 18), standardised, in the order of MEAN."""
-    made = view.augmentation
-    factors = augself.factors(made)
+    aug = view.augmentation
+    factors = augself.factors(aug)
     jittered = (factors != torch.tensor([1, 1, 1, 0])).any(1)
     # An image that is not jittered has the order 0, 1, 2, 3, as in EquiMod.
-    order = torch.where(jittered[:, None], made.order, torch.arange(4))
-    columns = [made.top, made.left, made.height, made.width, made.flip,
+    order = torch.where(jittered[:, None], aug.order, torch.arange(4))
+    columns = [aug.top, aug.left, aug.height, aug.width, aug.flip,
                jittered, *order.T, *factors.T,
-               made.gray, made.blur > 0, made.blur, made.solarize]
+               aug.gray, aug.blur > 0, aug.blur, aug.solarize]
     return (torch.stack(columns, dim=1).float() - MEAN) / STD
 
 class EquiMod(addon.AddOn):

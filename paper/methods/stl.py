@@ -56,8 +56,8 @@ class Pairs(ser.Dataset):
                 if own.flip != shared.flip:
                     pixels = pixels.flip(-1)
                 # Choice: solarization, which STL does not have, is an image's own, as its blur is.
-                made = shared._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
-                views.append((pixels, made))
+                aug = shared._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
+                views.append((pixels, aug))
             batch.append(views)
         return batch
 
