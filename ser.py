@@ -5,9 +5,9 @@ so erase geometric structure. SER keeps that objective, and adds a second one at
 layer, where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch. Views of b1: random crops, colour jitter (T). Views of
-                   b2, a share r = .01: invertible geometry from a group G, colour jitter (T_eq)
+                   b2, a share r = .01 of the images: geometry from a group G, colour jitter (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
-                   one mean, where Eq. 3 reads as a sum of two (SER.forward says why)
+                   one mean, where Eq. 3 reads as a sum of two
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
@@ -15,19 +15,18 @@ Usage:
     python ser.py                                                   a small ViT, synthetic images
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU: 15 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the main setting of the paper
-`# Paper:` marks what the paper prescribes, `# Choice:` what we do where it is silent, or where we
-depart from it: in L_inv, and from MoCo-v3's settings in the number of heads and the learning rate.
+`Paper:` marks what the paper prescribes, `Choice:` where it is silent, or where we depart from it.
 Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
     C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
-In six points the authors' code, commit dbe5e93, departs from the paper, and we do not:
+In six points the release, the authors' code at dbe5e93, departs from the paper, and we do not:
     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
     view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
     tokens are projected before they are moved, not after               builder/moco.py:502, 949
-    both views are anchors; gathered tokens carry no gradient           builder/moco.py:956, 1067
+    both views are anchors; no gradient passes the gathered tokens      builder/moco.py:956, 1067
     token maps are resized bicubically, without antialiasing            builder/utils.py:934, 942
 """
 import copy
@@ -61,7 +60,7 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image, on the CPU. A scaling is given by the grid it leads to."""
+    """An element of G for each image, on the CPU; a scaling is stored as the grid it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
@@ -69,7 +68,7 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    What `elements` leaves out becomes the identity; all else is sampled as if it were there."""
+    What `elements` leaves out is the identity; the other random numbers do not change."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
@@ -99,7 +98,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share it."""
     if x.shape[-2:] == size:
         return x
-    full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # for CPUs
+    full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack it
     return torch.nn.functional.interpolate(full, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
@@ -142,7 +141,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # order[k]: which of these four is k-th; one for a batch
+    order: Tensor = torch.arange(4)     # order[k]: the k-th of these four; make_views sets it
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -190,7 +189,7 @@ class Dataset(torch.utils.data.Dataset):
     source: paths, or the images (n, 3, h, w) uint8 themselves."""
     def __init__(self, source: Sequence[str] | Tensor, views: Sequence[ViewSettings], seed: int):
         self.source = source
-        self.views = views
+        self.views = views     # their settings
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int, bool]) -> list:
@@ -219,9 +218,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     c = torch.where(chroma == 0, 1, chroma)     # gray has hue 0
     hue = torch.where(value == g, 2 + (b - r) / c, 4 + (r - g) / c)     # red 0, green 2, blue 4
     hue = torch.where(value == r, (g - b) / c, hue)
-    # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)).
     offsets = torch.arange(5, 0, -2, device=x.device)     # of red, green, blue: 5, 3, 1
     k = (hue + 6 * shift + offsets.view(3, 1, 1)) % 6
+    # Back to RGB: a channel is value - chroma * max(0, min(k, 4 - k, 1)).
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
     return torch.where(shift == 0, x, shifted)
 
@@ -260,22 +259,22 @@ def photometric(x: Tensor, aug: Augmentation) -> Tensor:
     x = torch.where((column("solarize") > 0) & (x >= 128 / 255), 1 - x, x)
     return normalise(x)
 
-def b2_images(args: Namespace, ranks: int) -> int:
-    """|b2| of a rank, rounded: for r = .01 of 2048, 3 on each of 8 ranks, or 20 on a single one."""
-    return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # halves up
+def b2_per_rank(args: Namespace, ranks: int) -> int:
+    """|b2| of a rank. Choice: rounded, so that r = .01 of 2048 is 3 on each of 8 ranks, 20 on 1."""
+    return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     """Apply rho to b2, then jitter all images. loaded: for each view, pixels (B, 3, S, S) uint8 on
     the device, rows b1 then b2, and their Augmentation on the CPU."""
     ranks, rank = ranks_and_rank()
-    n_b2 = b2_images(args, ranks)
+    n_b2 = b2_per_rank(args, ranks)
     views = []
     for v, (pixels, aug) in enumerate(loaded):
         x = pixels / 255
         n_b1 = len(x) - n_b2
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, v))
         aug = aug._replace(order=order.expand(len(x), 4))
-        b1 = photometric(x[:n_b1], Augmentation(*[column[:n_b1] for column in aug]))
+        b1 = photometric(x[:n_b1], Augmentation(*[field[:n_b1] for field in aug]))
         b2 = g = None
         if n_b2 > 0:
             # Every rank samples g for all ranks, so that all share a grid, and keeps its own rows.
@@ -284,7 +283,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             own = slice(rank * n_b2, (rank + 1) * n_b2)
             g = Geometry(g.flip[own], g.turns[own], g.grid)
             moved = rho(g, x[n_b1:], args.patch_size)
-            b2 = photometric(moved, Augmentation(*[column[n_b1:] for column in aug]))
+            b2 = photometric(moved, Augmentation(*[field[n_b1:] for field in aug]))
         views.append(View(b1, b2, g, aug))
     return views
 
@@ -336,7 +335,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)
+                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # a view of the weight
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
         # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
@@ -350,7 +349,7 @@ class ViT(nn.Module):
         x = (x + resize(self.pos_embed, (H, W))).flatten(2).mT      # (B, N, D)
         maps = {}
         cls_at = {}
-        for layer in range(self.depth + 1):
+        for layer in range(self.depth + 1):                         # 0: before the blocks
             if layer > 0:
                 x = self.blocks[layer - 1](x)
             if layer in layers:
@@ -365,8 +364,8 @@ class ViT(nn.Module):
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
-# its negatives all tokens, of both views, of the *other* images of b2, over all ranks. That is the
-# formula of 3.3; Algorithm 1 also speaks of "other tokens". All of them carry gradient.
+# its negatives all tokens, of both views, of the *other* images of b2, over all ranks: the formula
+# of 3.3 (Algorithm 1: "other images/tokens"). Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
     linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
@@ -375,7 +374,7 @@ def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
 
 class AllGather(torch.autograd.Function):
     """(B, ...) of each rank -> (R * B, ...), in rank order. The gradient of a rank's rows is summed
-    over ranks, as all their losses use these rows. With DDP's mean, R ranks equal one process."""
+    over ranks, as all their losses use these rows: DDP's mean is then that of one process."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -438,7 +437,7 @@ def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # replaces BatchNorm and ReLU
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -449,7 +448,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # a gradient of keys passes, though MoCo-v3's have none
+            k = AllGather.apply(k)     # with gradient, for other methods; MoCo-v3's keys have none
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
@@ -512,8 +511,8 @@ class SER(nn.Module):
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-        # Choice: one mean over b1 and b2, as in the release; Eq. 3 adds a mean of each. A rank has
-        # 253 images in b1 and 3 in b2, so that one of b2 would then weigh as much as 84 of b1.
+        # Choice: b1 and b2 share a mean and all keys, as in the release; Eq. 3 adds a loss of each.
+        # There, one of a rank's 3 images in b2 would weigh as much as 84 of its 253 in b1.
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -534,7 +533,7 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
 # ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2) ======================
-# The defaults for synthetic images:
+# What replaces them without --data:
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
              batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
 
@@ -542,7 +541,7 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py; another method adds its own, or changes defaults by set_defaults."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder of images, any depth, with or without train/")
+    add("--data", default="", help="folder of images, any depth; none: synthetic images")
     add("--out", default="runs/ser", help="folder of the run; an existing run is continued")
     add("--image-size", type=int, default=224, help="side of a view, pixels")
     add("--patch-size", type=int, default=16, help="side of a patch, pixels")
@@ -550,7 +549,7 @@ def arguments() -> ArgumentParser:
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
     add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2; MoCo-v3: 0, with --cls-layer 0")
+    add("--ratio", type=float, default=0.01, help="r, share of b2; MoCo-v3: 0 and --cls-layer 0")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
@@ -560,7 +559,7 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=float, default=3e-4, help="at batch 256 (Choice: release; MoCo-v3 half)")
+    add("--base-lr", type=float, default=3e-4, help="for 256 images (Choice: the release's)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
@@ -583,11 +582,11 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     return args
 
 def check_settings(args: Namespace, images: int, ranks: int) -> None:
-    """Exit with one sentence if a setting cannot be, or not with so many images and ranks."""
+    """Exit with one sentence if a setting is wrong, or does not fit the images or the ranks."""
     size = args.batch_size
-    b2 = ranks * b2_images(args, ranks)
-    least = max(2, ranks)     # images in b2: two, for L_equiv, and one on each rank
-    most = min(size, images) // ranks * ranks     # images in a batch: each rank has as many
+    b2_total = ranks * b2_per_rank(args, ranks)
+    least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
+    largest = min(size, images) // ranks * ranks     # batch that the ranks can share
     for flag, holds, wanted in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
             ("dim", args.dim % args.heads == 0, "a multiple of --heads"),
@@ -596,10 +595,10 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("weight", args.weight >= 0, "0 or more"),
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
-            ("batch_size", size > least, f"above {least}, the least that b2 can have"),
-            ("batch_size", size == most, f"{most}, for {images} images and {ranks} ranks"),
-            ("ratio", args.ratio == 0 or 2 <= b2 < size,
-             f"{least / max(1, size):.3g}, or 0, as {b2} of {size} images would be in b2")):
+            ("batch_size", size > least_b2, f"above {least_b2}, the least that b2 has"),
+            ("batch_size", size == largest, f"{largest}, for {images} images and {ranks} ranks"),
+            ("ratio", args.ratio == 0 or least_b2 <= b2_total < size,
+             f"{least_b2 / max(1, size):.3g} or more, or 0: b2 would have {b2_total} of {size}")):
         if not holds:
             sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: should be {wanted}")
 
@@ -653,15 +652,15 @@ def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator
     then of b2. Every epoch has its own order; its last, incomplete batch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
-    n_b1 = size - ranks * b2_images(args, ranks)     # of all ranks
+    total_b1 = size - ranks * b2_per_rank(args, ranks)
     per_epoch = images // size
     for step in range(start, steps):
         epoch, place = divmod(step, per_epoch)
         if step == start or place == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
         batch = order[place * size:][:size]
-        b1 = batch[:n_b1].view(ranks, -1)[rank].tolist()
-        b2 = batch[n_b1:].view(ranks, -1)[rank].tolist()
+        b1 = batch[:total_b1].view(ranks, -1)[rank].tolist()
+        b2 = batch[total_b1:].view(ranks, -1)[rank].tolist()
         yield [(epoch, index, False) for index in b1] + [(epoch, index, True) for index in b2]
 
 # ==== 9. Training =================================================================================
@@ -676,7 +675,7 @@ def setup() -> torch.device:
 
 def new_encoder(args: Namespace) -> ViT:
     """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
-    torch.default_generator.manual_seed(args.seed)
+    torch.default_generator.manual_seed(args.seed)     # the CPU's alone, for load_encoder
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
 def build(args: Namespace) -> SER:
@@ -712,7 +711,7 @@ def save(path: Path, **state) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode. paper/experiments/convert.py takes timm's."""
+    """The encoder of a checkpoint, in eval mode. For timm's: paper/experiments/convert.py."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
         encoder = new_encoder(Namespace(**state["settings"]))
@@ -722,10 +721,10 @@ def load_encoder(path: str | Path) -> ViT:
 def resume(path, settings, model, optimizer) -> int:
     """Load a checkpoint and return its step. Exits with one sentence if it is of another run."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    there = state["settings"]
-    free = ("data", "out", "workers", "log_every", "save_every")     # these do not change a result
-    differ = [f"{name} {there.get(name)} (now {settings.get(name)})" for name in there | settings
-              if name not in free and there.get(name) != settings.get(name)]
+    saved = state["settings"]
+    harmless = ("data", "out", "workers", "log_every", "save_every")
+    differ = [f"{name} {saved.get(name)} (now {settings.get(name)})" for name in saved | settings
+              if name not in harmless and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     model.load_state_dict(state["model"])
@@ -752,16 +751,17 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, b2, progress) -> None:
+def announce(args, source, model, b2_total, progress) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
-        where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
-    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2} of them in b2; {progress} "
-          f"steps are done; warmup takes {args.warmup_epochs:g} of {args.epochs:g} epochs")
-    tokens = model.base.encoder.grid ** 2
-    equiv = f" and L_equiv about {math.log(1 + 2 * tokens * (b2 - 1)):.1f}" if b2 > 0 else ""
+        root = os.path.commonpath([source[0], source[-1]])     # they are sorted
+        where = f"images in {folders:,} folders below {root}"
+    print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2_total} of them in b2; "
+          f"{progress} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
+    negatives = 2 * model.base.encoder.grid ** 2 * (b2_total - 1)
+    equiv = f" and L_equiv about {math.log(1 + negatives):.1f}" if b2_total > 0 else ""
     print(f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}{equiv}")
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
@@ -788,10 +788,10 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
     log = open(os.devnull if rank > 0 else path.with_name("log.jsonl"), "a", buffering=1)
-    b2 = ranks * b2_images(args, ranks)
-    print(json.dumps(settings | {"steps": steps, "b2": b2}), file=log)
+    b2_total = ranks * b2_per_rank(args, ranks)
+    print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
     if rank == 0:
-        announce(args, source, model, b2, f"{start} of {steps}")
+        announce(args, source, model, b2_total, f"{start} of {steps}")
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
                unit=" images", unit_scale=True)
 

@@ -287,7 +287,7 @@ def toy_views(args, step=0):
     shape = (args.batch_size, 3, 20, 24)
     images = torch.randint(256, shape, generator=seeded(step), dtype=torch.uint8)
     dataset = ser.two_views(images, args)
-    n_b1 = len(images) - ser.b2_images(args, 1)
+    n_b1 = len(images) - ser.b2_per_rank(args, 1)
     loaded = default_collate([dataset[step, i, i >= n_b1] for i in range(len(images))])
     return ser.make_views(loaded, args, step)
 
@@ -701,8 +701,8 @@ def test_the_defaults_are_the_papers_and_small_is_for_synthetic_images():
     assert {name: found[name] for name in paper} == paper
     small = vars(ser.parse(["--depth", "5"]))
     assert small == found | ser.SMALL | dict(data="", depth=5)
-    assert [ser.b2_images(ser.Namespace(**found), ranks) for ranks in (1, 8)] == [20, 3]
-    assert ser.b2_images(toy(ratio=0.25, batch_size=10), 1) == 3     # 2.5
+    assert [ser.b2_per_rank(ser.Namespace(**found), ranks) for ranks in (1, 8)] == [20, 3]
+    assert ser.b2_per_rank(toy(ratio=0.25, batch_size=10), 1) == 3     # 2.5
     base = ser.build(toy()).base
     widths = [base.projector[0], base.predictor[0], base.predictor[3]]
     assert [layer.out_features for layer in widths] == [16, 16, 256]

@@ -43,7 +43,7 @@ def test_the_arms_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
         {"ratio": 0, "cls_layer": 0, "equiv_layers": []}, {"weight": 0}, {"weight": 0.1},
         {"equiv_layers": [4], "cls_layer": 4}, {"equiv_layers": [6], "cls_layer": 0}, {})]
     settings = ser.Namespace(**own)
-    assert settings.bf16 and settings.seed == 1 and ser.b2_images(settings, 1) == 16
+    assert settings.bf16 and settings.seed == 1 and ser.b2_per_rank(settings, 1) == 16
     assert (settings.weight, settings.equiv_layers, settings.cls_layer) == (0.5, [2], 2)
     parameters = ser.new_encoder(settings).parameters()
     assert sum(p.numel() for p in parameters) == pytest.approx(1.2e6, rel=0.02)
