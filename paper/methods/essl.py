@@ -22,6 +22,7 @@ the four small crops differ and none of them is turned.
 E-SSL's own paper has SimCLR, SimSiam and Barlow Twins with a ResNet-50 and weights of 0.4, 0.08 and
 8. MoCo-v3's L_inv is 4 tau = 0.8 times SimCLR's mean cross-entropy.
 """
+import sys
 from argparse import SUPPRESS, Namespace
 from typing import Sequence
 
@@ -42,7 +43,10 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
                         help="of the small crop, share of the image")
     addon.set_helps(parser, temperature=SUPPRESS)
     small = addon.SMALL | dict(local_size=16, local_area=[0.1, 0.3])
-    return addon.parse(argv, parser, small)
+    args = addon.parse(argv, parser, small)
+    if args.local_size % args.patch_size != 0:
+        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size")
+    return args
 
 def turned(views: Sequence[View]) -> list[View]:
     """View 1, view 2, and the small crop after 0, 1, 2 and 3 quarter turns."""

@@ -17,6 +17,7 @@ An image has two global views, those of MoCo-v3, and four local ones, small crop
 The online encoder sees 2 x 197 + 4 x 37 tokens an image, 1.38 times those of two views.
 """
 import math
+import sys
 from argparse import Namespace
 
 from torch import Tensor
@@ -31,7 +32,10 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--local-area", type=float, nargs=2, default=[0.05, 0.25],
                         help="of a crop, share of the image (release, DINO)")
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
-    return ser.parse(argv, parser, ser.SMALL | small)
+    args = ser.parse(argv, parser, ser.SMALL | small)
+    if args.local_size % args.patch_size != 0:
+        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size")
+    return args
 
 def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """MoCo-v3's two views of an image, then four local ones."""

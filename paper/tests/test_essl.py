@@ -1,4 +1,5 @@
 """E-SSL: the four turns of a small crop and their labels."""
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -8,8 +9,7 @@ from paper.tests.test_addon import toy
 
 def test_label_k_means_k_counter_clockwise_quarter_turns():
     """The literal 2 x 2 matrices, in the order of the labels, after views 1 and 2; the crop."""
-    x = torch.tensor([[1., 2], [3, 4]])[None, None]
-    small = ser.View(x, None, None, None)
+    small = ser.View(torch.tensor([[1., 2], [3, 4]])[None, None], None, None, None)
     _, _, none, one, two, three = essl.turned([None, None, small])
     assert none.b1[0, 0].tolist() == [[1, 2], [3, 4]]
     assert one.b1[0, 0].tolist() == [[2, 4], [1, 3]]
@@ -17,6 +17,8 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
     assert three.b1[0, 0].tolist() == [[3, 1], [4, 2]]
     views = essl.dataset([], essl.settings(["--data", "x"])).views
     assert views[2:] == [ser.ViewSettings(96, [0.05, 0.14], blur=0.1, solarize=0.0)]
+    with pytest.raises(SystemExit, match="--local-size 9: "):
+        essl.settings(["--local-size", "9"])
 
 def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
     """Crop by crop and turn by turn; views 1 and 2 play no part."""

@@ -24,6 +24,8 @@ def test_the_views_are_two_global_and_four_local_crops():
     wanted = [*ser.two_views([], args).views, local, local, local, local]
     assert list(multicrop.six_views([], args).views) == wanted
     assert [view.b1.shape[-1] for view in toy()[1]] == [16, 16, 8, 8, 8, 8]
+    with pytest.raises(SystemExit, match="--local-size 9: "):
+        multicrop.settings(["--local-size", "9"])
 
 def test_l_inv_is_the_sum_of_infonce_over_the_ten_pairs():
     """A.1: each of six queries against the keys of the global views but its own."""
