@@ -4,16 +4,16 @@ Self-supervised learning makes the final embedding of an image invariant to augm
 so erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
 layer, where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch. Views of b1: random crops, colour jitter (T). Views of
-                   b2, a share r = .01 of the images: geometry from a group G, colour jitter (T_eq)
+    b1, b2         the two parts of a batch; b2 has a share r = .01. Views of b1: random crops and
+                   jitter (T). Views of b2: invertible geometry from a group G, and jitter (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
-                   one mean, where Eq. 3 reads as a sum of two
+                   in one mean, where Eq. 3 has a sum of two
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU: 15 images in b2
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; .01: 3 images in b2
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the main setting of the paper
 `Paper:` marks what the paper prescribes, `Choice:` where it is silent, or where we depart from it.
 Axes:
@@ -21,13 +21,6 @@ Axes:
     C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
     N H W    tokens of a map, its rows and its columns: N = H W
     D K      width of the encoder, width of a projection
-In six points the release, the authors' code at dbe5e93, departs from the paper, and we do not:
-    one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
-    view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
-    the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
-    tokens are projected before they are moved, not after               builder/moco.py:502, 949
-    both views are anchors; no gradient passes the gathered tokens      builder/moco.py:956, 1067
-    token maps are resized bicubically, without antialiasing            builder/utils.py:934, 942
 """
 import copy
 import glob
@@ -60,7 +53,7 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image, on the CPU; a scaling is stored as the grid it leads to."""
+    """An element of G for each image, on the CPU. Scaling: its target grid, not a factor."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
@@ -88,8 +81,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m flips. A
     mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    Scaling needs no composing: turns and flips commute with resizing (an odd turn swaps H and W),
-    so rho resizes once, to g.grid, and x2 = rho_g(x1) up to resampling."""
+    The grid of g1 plays no part: x1 has it already. Turns and flips commute with resizing (an odd
+    turn swaps H and W), so rho resizes once, to the grid of g2: x2 = rho_g(x1) up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -98,8 +91,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share it."""
     if x.shape[-2:] == size:
         return x
-    full = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack it
-    return torch.nn.functional.interpolate(full, size, mode="bilinear", antialias=True).to(x.dtype)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # no kernel on CPUs
+    return torch.nn.functional.interpolate(wide, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) = g.grid.
@@ -131,7 +124,7 @@ class ViewSettings(NamedTuple):
 
 class Augmentation(NamedTuple):
     """How a view of an image is made; the defaults do nothing. From top to width: the crop, in
-    shares of the image. Collated by the loader, each field is a tensor (B,), and order (B, 4)."""
+    shares of the image, for paper/methods. Collated, each field is (B,), and order (B, 4)."""
     top: float = 0.0
     left: float = 0.0
     height: float = 1.0
@@ -141,7 +134,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # order[k]: the k-th of these four; make_views sets it
+    order: Tensor = torch.arange(4)     # of these four; make_views sets one for a whole batch
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -151,14 +144,14 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # rows b1, then b2; read by methods in paper/methods
+    augmentation: Augmentation     # rows b1, then b2; for paper/methods
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator, seeded by a hash of the key that is the same in every process."""
+    """A CPU generator, seeded by the key's SHA-512 (random.Random): the same in every process."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
@@ -254,13 +247,13 @@ def photometric(x: Tensor, aug: Augmentation) -> Tensor:
         x = operation(x, column(name))
     x = torch.where(column("gray") > 0, rgb_to_grayscale(x, num_output_channels=3), x)
     rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(rows) > 0:     # all images of view 1, a tenth of those of view 2
+    if len(rows) > 0:
         x[rows] = gaussian_blur(x[rows], column("blur")[rows])
     x = torch.where((column("solarize") > 0) & (x >= 128 / 255), 1 - x, x)
     return normalise(x)
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
-    """|b2| of a rank. Choice: rounded, so that r = .01 of 2048 is 3 on each of 8 ranks, 20 on 1."""
+    """|b2| of a rank. Choice: rounded, so that r = .01 of 2048 is 24 images on 8 ranks, 20 on 1."""
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
@@ -339,7 +332,7 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
         # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
-        # has none. Table 1 has 42.9 M trained parameters; with fixed ones it would be 42.8 M.
+        # has none. MoCo-v3 so trains 42.9 M parameters, as in Table 1; with fixed ones, 42.8 M.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -365,7 +358,7 @@ class ViT(nn.Module):
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
 # its negatives all tokens, of both views, of the *other* images of b2, over all ranks: the formula
-# of 3.3 (Algorithm 1: "other images/tokens"). Anchors, positives and negatives carry gradient.
+# of 3.3 (Algorithm 1 leaves it open). Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
     linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
@@ -373,8 +366,8 @@ def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.LayerNorm(dim), linear1, torch.nn.GELU(), linear2)
 
 class AllGather(torch.autograd.Function):
-    """(B, ...) of each rank -> (R * B, ...), in rank order. The gradient of a rank's rows is summed
-    over ranks, as all their losses use these rows: DDP's mean is then that of one process."""
+    """(B, ...) of each rank -> (R * B, ...), in rank order. Backward sums the gradient of a rank's
+    rows over the losses of all ranks. With DDP's mean, that is the gradient of the mean loss."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -401,10 +394,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
         z = torch.nn.functional.normalize(z.float(), dim=-1)
         z_prime = torch.nn.functional.normalize(z_prime.float(), dim=-1)
         keys = torch.cat([z, z_prime], dim=1)                        # (B, 2N, K)
-        own = torch.arange(len(z), device=z.device)                  # (B,), image i's row in keys
+        own = torch.arange(len(z), device=z.device)                  # (B,)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             keys = AllGather.apply(keys)                             # (R * B, 2N, K)
-            own = own + len(z) * torch.distributed.get_rank()
+            own = own + len(z) * torch.distributed.get_rank()        # where image i is in keys
         if len(keys) < 2:
             raise ValueError("one image has no negatives: b2 must have two or more, over all ranks")
         positive = (z * z_prime).sum(-1) / temperature               # (B, N), s(z_ij, z'_ij)
@@ -437,7 +430,7 @@ def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # for the last BatchNorm, ReLU
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -448,7 +441,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
         q = F.normalize(q.float(), dim=1)
         k = F.normalize(k.float(), dim=1)
         if ranks > 1:
-            k = AllGather.apply(k)     # with gradient, for other methods; MoCo-v3's keys have none
+            k = AllGather.apply(k)
         logits = q @ k.T / temperature                                            # (B, R * B)
         labels = torch.arange(len(q), device=q.device) + rank * len(q)
         return 2 * temperature * F.cross_entropy(logits, labels)
@@ -494,6 +487,13 @@ class MoCoV3(nn.Module):
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
+# In six points the release, the authors' code at dbe5e93, departs from the paper, and we do not:
+#     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
+#     view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
+#     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
+#     tokens are projected before they are moved, not after               builder/moco.py:502, 949
+#     both views are anchors; no gradient passes the gathered tokens      builder/moco.py:956, 1067
+#     token maps are resized bicubically, without antialiasing            builder/utils.py:934, 942
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -507,12 +507,12 @@ class SER(nn.Module):
         self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
 
     def forward(self, views: Sequence[View]) -> dict:
-        """Algorithm 1, for one or more pairs of views: `loss`, for backward, and detached parts."""
+        """Algorithm 1 on pairs of views. Returns `loss`, for backward, and its detached parts."""
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-        # Choice: b1 and b2 share a mean and all keys, as in the release; Eq. 3 adds a loss of each.
-        # There, one of a rank's 3 images in b2 would weigh as much as 84 of its 253 in b1.
+        # Choice: b1 and b2 share a mean and all keys, as in the release. By Eq. 3, a loss of each,
+        # an image of b2 (a rank has 3) would weigh as much as 84 images of b1 (it has 253).
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -528,12 +528,11 @@ class SER(nn.Module):
                 z_prime = project(h2.flatten(2).mT)     # (B2, N, K)
                 equiv = equiv + patch_ntxent(z, z_prime, self.temperature)
         equiv = equiv / len(self.layers)
-        # With a weight of 0 L_equiv is computed, too: the control differs in nothing else.
+        # Computed also for weight 0, so that the control differs in nothing else.
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
 # ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2) ======================
-# What replaces them without --data:
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
              batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
 
@@ -549,7 +548,7 @@ def arguments() -> ArgumentParser:
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
     add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2; MoCo-v3: 0 and --cls-layer 0")
+    add("--ratio", type=float, default=0.01, help="r, share of b2 (MoCo-v3: 0, and --cls-layer 0)")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
@@ -586,7 +585,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    largest = min(size, images) // ranks * ranks     # batch that the ranks can share
+    nearest = min(size, images) // ranks * ranks     # batch that the ranks can share
     for flag, holds, wanted in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
             ("dim", args.dim % args.heads == 0, "a multiple of --heads"),
@@ -596,7 +595,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
             ("batch_size", size > least_b2, f"above {least_b2}, the least that b2 has"),
-            ("batch_size", size == largest, f"{largest}, for {images} images and {ranks} ranks"),
+            ("batch_size", size == nearest, f"{nearest}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or least_b2 <= b2_total < size,
              f"{least_b2 / max(1, size):.3g} or more, or 0: b2 would have {b2_total} of {size}")):
         if not holds:
@@ -624,10 +623,10 @@ def read_image(path: str) -> Tensor:
     return image
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). A smooth tint that
-    does not depend on the class tells the places of an image apart, also after a turn."""
-    g = rng("drawn", n, size, seed)
-    left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=g)
+    """n images of six textures, (n, 3, size, size) uint8, and their labels (n,). Light from above
+    and a smooth random tint make every place of an image distinct, whatever its class."""
+    generator = rng("drawn", n, size, seed)
+    left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
     axis = torch.linspace(-1, 1, size)
     x = axis + left - 0.5
     y = axis[:, None] + top - 0.5
@@ -641,10 +640,10 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
-    tint = torch.randn(n, 3, 7, 7, generator=g)
+    tint = torch.randn(n, 3, 7, 7, generator=generator)
     tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
     tint = F.interpolate(tint, (size, size), mode="bicubic")
-    images = light[:, None] + 0.1 * tint + 0.08 * torch.randn(n, 3, size, size, generator=g)
+    images = light[:, None] + 0.1 * tint + 0.08 * torch.randn(n, 3, size, size, generator=generator)
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator[list]:
@@ -675,7 +674,7 @@ def setup() -> torch.device:
 
 def new_encoder(args: Namespace) -> ViT:
     """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
-    torch.default_generator.manual_seed(args.seed)     # the CPU's alone, for load_encoder
+    torch.default_generator.manual_seed(args.seed)     # the CPU's: load_encoder restores it
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
 def build(args: Namespace) -> SER:
@@ -711,7 +710,7 @@ def save(path: Path, **state) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode. For timm's: paper/experiments/convert.py."""
+    """The encoder of a checkpoint, in eval mode. To and from timm: paper/experiments/convert.py."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
         encoder = new_encoder(Namespace(**state["settings"]))
@@ -733,8 +732,7 @@ def resume(path, settings, model, optimizer) -> int:
 
 def save_views(path, views, cell) -> None:
     """Up to eight rows of rho_g(x1) and x2 of b2, which are to agree up to colours and blur."""
-    g = relative(views[1].geometry, views[0].geometry)
-    moved = rho(g, views[0].b2, cell)
+    moved = rho(relative(views[1].geometry, views[0].geometry), views[0].b2, cell)
     pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
     save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
 
@@ -751,18 +749,19 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, b2_total, progress) -> None:
+def announce(args, source, model, views, b2_total, progress) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
-        root = os.path.commonpath([source[0], source[-1]])     # they are sorted
-        where = f"images in {folders:,} folders below {root}"
+        where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2_total} of them in b2; "
           f"{progress} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
-    negatives = 2 * model.base.encoder.grid ** 2 * (b2_total - 1)
-    equiv = f" and L_equiv about {math.log(1 + negatives):.1f}" if b2_total > 0 else ""
-    print(f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}{equiv}")
+    chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
+    if b2_total > 0:
+        tokens = [(view.size // args.patch_size) ** 2 for view in views[::2]]     # of each pair
+        chance += f", L_equiv about {sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens):.1f}"
+    print(chance)
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw) -> Path:
@@ -782,16 +781,17 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    # Without device_ids, which would move Geometry to the GPU.
+    # No device_ids: with them DDP moves all inputs, also Geometry, to the GPU.
     parallel = DDP(model, gradient_as_bucket_view=True) if ranks > 1 else model
+    dataset = make_dataset(source, args)
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
+        dataset, batch_sampler=batch_keys(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
     log = open(os.devnull if rank > 0 else path.with_name("log.jsonl"), "a", buffering=1)
     b2_total = ranks * b2_per_rank(args, ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
     if rank == 0:
-        announce(args, source, model, b2_total, f"{start} of {steps}")
+        announce(args, source, model, dataset.views, b2_total, f"{start} of {steps}")
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
                unit=" images", unit_scale=True)
 
