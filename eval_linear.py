@@ -164,9 +164,9 @@ class Heads(nn.ModuleList):
         return [head(x) for head in self]
 
 def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: Namespace,
-                log: Path) -> int:
+                log: Path, name: str) -> int:
     """Train on batches(epoch, shares): features (B, K) and labels (B,) of this rank's share of the
-    `images` in each step. Returns which head is best on `val`, features (n, K) and labels (n,)."""
+    `images` in each step. Returns which head is best on `val`, (n, K) and (n,); logs as `name`."""
     ranks, rank = ser.ranks_and_rank()
     parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
     x_val, y_val = val
@@ -197,9 +197,9 @@ def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: 
                 "lr": args.lr[best]}
         bar.set_postfix(line)
         if rank == 0:     # the loss is that of its share
-            print(json.dumps(line), file=log.open("a"))
+            print(json.dumps({"heads": name} | line), file=log.open("a"))
     if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
-        print(f"the best rate, {args.lr[best]}, is an end of --lr: one beyond it may be better")
+        print(f"the best rate of {name}, {args.lr[best]}, is an end of --lr: try one beyond it")
     return best
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
@@ -215,10 +215,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
     ranks, rank = ser.ranks_and_rank()
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train.float())
-    test = F.normalize(test)
     right = torch.zeros((), device=test.device)
     for x, y in zip(test[rank::ranks].split(256), labels[rank::ranks].split(256)):
-        similarity, nearest = (x @ train.T).topk(min(20, len(train)))             # (B, 20)
+        similarity, nearest = (F.normalize(x) @ train.T).topk(min(20, len(train)))
         votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
         votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
         right += (votes.argmax(1) == y).sum()
@@ -309,14 +308,15 @@ def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Pat
         return encode(encoder, Seeded(sets["crops"], args.seed, epoch), blocks, args, shares)
 
     kept = {}
+    kind = "mlp" if args.mlp else "linear"
     if trains:
         torch.manual_seed(args.seed)
         heads = Heads(len(args.lr), blocks * encoder.dim, len(classes), args.mlp).to(train.device)
-        best = train_heads(heads, batches, len(train), tests["val"], args, log)
+        name = f"{kind} heads of {fingerprint(encoder)}"
+        best = train_heads(heads, batches, len(train), tests["val"], args, log, name)
         head = heads[best].requires_grad_(False)
         kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(classes), "blocks": blocks, "lr": args.lr[best]}
-    kind = "mlp" if args.mlp else "linear"
     last = slice(-encoder.dim, None)     # the features of the last block
     rows = []
     for name, (x, y) in tests.items():

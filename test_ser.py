@@ -1073,7 +1073,9 @@ def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint)
                         encoder=eval_linear.fingerprint(encoder), data=str(tree), cache=cached)
     lines = checkpoint.with_name("eval.jsonl").read_text().splitlines()
     assert len(lines) == 2
-    assert json.loads(lines[-1]) == pytest.approx(
+    line = json.loads(lines[-1])
+    assert line.pop("heads") == f"linear heads of {eval_linear.fingerprint(encoder)}"
+    assert line == pytest.approx(
         {"epoch": 2, "loss": loss, "val top-1 %": accuracy, "lr": lr}, rel=1e-4)
     only = torch.tensor([-torch.inf, 0.0, 0.0])     # the classes of few
     near = labels != 0
@@ -1104,7 +1106,7 @@ def test_all_rates_at_once_train_each_head_as_if_it_were_alone(mlp, tmp_path):
         x, y = tables[epoch]
         return ((x[rows], y[rows]) for rows in shares)
 
-    eval_linear.train_heads(heads, batches, 21, tables[0], args, tmp_path / "eval.jsonl")
+    eval_linear.train_heads(heads, batches, 21, tables[0], args, tmp_path / "eval.jsonl", "")
     for lr, ours, theirs in zip(args.lr, heads, alone):
         plain_training(theirs, tables, lr, 6)
         close(ours.state_dict(), theirs.state_dict())

@@ -9,6 +9,7 @@ import eval_linear
 
 def write(path: Path, rows: list, args: Namespace, step: int, encoder: str = "trained") -> None:
     """Add eval_linear.make_rows of an encoder to a file. step: of the checkpoint evaluated."""
+    step = step if encoder != "untrained" else 0
     common = {"encoder": encoder, "step": step, "settings": vars(args)}
     eval_linear.merge(path, [row | common for row in rows])
 

@@ -5,8 +5,8 @@ images. Are they also nearest among those of their own image? Green lines end at
 
     python -m paper.evaluations.correspondence --data FOLDER --checkpoint runs/{moco,main}/last.pt
 
-Prints the share of right tokens over 64 images of FOLDER. A picture of two of them and their turned
-copies is written beside the first checkpoint, or in --out; other settings have one of their own.
+Prints the share of right tokens over 64 images of FOLDER, adds it to correspondence.json, and plots
+two of them with their turned copies, beside the first checkpoint or in --out.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 
@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 import eval_linear
 import ser
-from paper.evaluations import picture
+from paper.evaluations import picture, write
 from paper.evaluations.tsne import load_encoders
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -76,29 +76,30 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
     panel.imshow(torch.cat([image, gap, copy], dim=2).movedim(0, 2).numpy())
     for token in torch.randperm(len(right), generator=ser.rng("lines"))[:40]:
         (row, column), (end_row, end_column) = places[token].tolist()
-        colour = "lime" if right[token] else "red"
         x = [side * column, left + side * end_column]
         y = [side * row, side * end_row]
-        panel.plot(x, y, color=colour, linewidth=0.8)
+        panel.plot(x, y, color="lime" if right[token] else "red", linewidth=0.8)
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
     """Measure; plot the turns of two images, a column for each encoder; print and write."""
     from matplotlib.figure import Figure
-    encoders, runs, path = load_encoders(args, "correspondence.png")
+    encoders, runs, path = load_encoders(args, "correspondence.json")
     layers = [layer for run in runs for layer in run["equiv_layers"]]
     if args.layer is None:
         args.layer = layers[0] if layers else max(1, runs[0]["cls_layer"])
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     photos = ser.list_images(args.data)
     photos = photos[::max(1, len(photos) // 64)][:64]
-    for column, (label, _, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders):
+    for column, (label, step, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders):
         centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
         images = [centre_crop(ser.read_image(photo)) / 255 for photo in photos]
         for name in ser.ELEMENTS:
             elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
             results = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
-            share = 100 * torch.stack([right for _, _, right in results]).float().mean()
+            share = 100 * torch.stack([right for _, _, right in results]).float().mean().item()
+            rows = eval_linear.make_rows({f"{name} right %": share}, args.data, None, args.layer)
+            write(path, rows, args, step, label)
             title = f"{label}, {name}: {share:.1f} % right"
             print(title)
             if name == "rot90":

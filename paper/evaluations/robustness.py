@@ -74,10 +74,9 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
     return eval_linear.accuracy(logits, labels, everything)
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """Write a C of data/CLASS/..., or of the first `per_class` images of each class. It gets the
-    name `folder` when it is complete. Its results compare with nothing but one another:
-    imagecorruptions-imaug is not the original code (motion blur and snow without ImageMagick, frost
-    from six pictures, not five), and the resize in front of it is bicubic, not bilinear."""
+    """Write a C of data/CLASS/..., or of the first `per_class` images of each class; it is renamed
+    to `folder` when it is complete. Its results compare with one another alone: the package is not
+    the original code (blur, snow and frost differ), and the resize before it is bicubic."""
     import numpy
     from imagecorruptions import corrupt
     unfinished = Path(f"{folder}-unfinished")

@@ -5,13 +5,11 @@ r"""t-SNE of 20 random classes (the paper's A.6 figures), with numbers beside th
         --checkpoint runs/{moco,main}/last.pt
 
 The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for
-MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes". It has no
-number, and layouts of t-SNE cannot be compared by eye. So we measure the features themselves, over
-ten samples of 20 classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the
-20-NN purity, the share of an image's 20 nearest that are of its class (chance: 1 / 20).
-
-Results are added to tsne.json beside the first checkpoint, or in --out. A picture of the first
-sample is written there, too; other settings have one of their own. Axes: n images, width D.
+MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes", without a
+number. We measure the features themselves, over ten samples of 20 classes: the silhouette (cosine;
+1: classes far apart, 0: they overlap), and the 20-NN purity, the share of an image's 20 nearest
+that are of its class (chance: 1 / 20). Results are added to tsne.json, and a picture of the first
+sample is written, beside the first checkpoint or in --out. Axes: n images, width D.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
@@ -80,6 +78,7 @@ def compare(args: Namespace) -> None:
         size = encoder.grid * encoder.patch_size
         transform = v2.Resize((size, size)) if args.ready else eval_linear.eval_transform(size)
         data = eval_linear.class_folder(args.data, transform)
+        args.classes = min(args.classes, len(data.classes))
         # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.
         encoder.to(ser.setup())
         features, classes = [one.cpu() for one in eval_linear.extract(encoder, data, 1, args)]

@@ -55,14 +55,17 @@ CHAINS = {"along lambda": ("control", "SER-0.1", "SER"),
 def corrupted(args: Namespace) -> list[dict]:
     """Rows of the linear heads on made corruptions, means over 15 of them and 5 severities."""
     folder = Path(args.out, "corrupted")
-    if not folder.exists():
+    if not folder.exists() and not args.print:
         robustness.make(str(folder), str(Path(args.data, "val")), per_class=10)
     rows = []
     for seed in args.seeds:
         for run in NAMES:
             out = Path(args.out, f"{run}-{seed}")
             sweep.call(["-m", "paper.evaluations.robustness", "--checkpoint", f"{out}/last.pt",
-                        "--head", f"{out}/head-cache.pt", "--imagenet-c", str(folder)], args)
+                        "--head", f"{out}/head-cache.pt", "--imagenet-c", str(folder),
+                        "--workers", str(args.workers)], args)
+            if args.print:
+                continue
             sets = json.loads((out / "robustness.json").read_text())["rows"]
             top1 = {row["set"]: row["value"] for row in sets if row["measure"] == "linear top-1 %"}
             rows.append({"run": run, "seed": seed, "set": "val", "classes": 10, "block": 6,
@@ -110,10 +113,10 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def main(args: Namespace) -> None:
     """Train and measure all; print tables, write the rows and a picture."""
     rows = sweep.measure(RUNS, args, EVALUATIONS)
-    if args.print:
-        return
     if args.corruptions:
         rows += corrupted(args)
+    if args.print:
+        return
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")
         print(sweep.table(rows, baseline, (2, 4, 6)))

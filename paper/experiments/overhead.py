@@ -162,6 +162,8 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     add("--data", default="", help="images for the row loader")
     add("--rounds", type=int, default=7, help="in which all sides are timed")
     args, args.flags = parser.parse_known_args(argv)
+    if "loader" in args.rows and not args.data:
+        parser.error("--rows loader needs --data, a folder of photographs")
     method("ser", args.flags)     # exits where ser.py has no such flag
     return args
 

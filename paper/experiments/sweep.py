@@ -6,8 +6,9 @@
 A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet; a number that
 is in the picture of Figure 3 alone is "-" here. Table 4 has scores of the last block, too, for
 rot90, hflip and scale: MoCo-v3 .804 .870 .945; L_equiv after block 3 .840 .881 .945, after 9 .888
-.886 .957, after 12 .924 .892 .957. Prints means ± std over seeds, and in brackets those of the
-difference to SER within a seed. Flags of ser.py go to all runs. OUT/LIST.json has all results.
+.886 .957, after 12 .924 .892 .957. Here heads are trained on one centre crop of each image, not on
+random crops: compare runs with each other. Prints means ± std over seeds, and in brackets those of
+the difference to SER within a seed. Flags of ser.py go to all runs. OUT/LIST.json has all results.
 """
 import json
 import shlex
