@@ -1071,9 +1071,7 @@ def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint)
     close([kept.pop("weight"), kept.pop("bias")], [best.weight, best.bias], 1e-4)
     assert kept == dict(classes=["class0", "class1", "class2"], blocks=4, lr=lr, step=7,
                         encoder=eval_linear.fingerprint(encoder), data=str(tree), cache=cached)
-    lines = checkpoint.with_name("eval.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    line = json.loads(lines[-1])
+    _, line = map(json.loads, checkpoint.with_name("eval.jsonl").read_text().splitlines())
     assert line.pop("heads") == f"linear heads of {eval_linear.fingerprint(encoder)}"
     assert line == pytest.approx(
         {"epoch": 2, "loss": loss, "val top-1 %": accuracy, "lr": lr}, rel=1e-4)
