@@ -1,7 +1,7 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
 
-Self-supervised learning makes the final embedding of an image invariant to augmentations, and may
-so erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
+Self-supervised learning makes the final embedding of an image invariant to augmentations, which
+may erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
 layer, where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch; b2 has a share r = .01. Views of b1: random crops and
@@ -13,9 +13,9 @@ layer, where the patch tokens still form a map of the image:
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; .01: 3 images in b2
-    torchrun --nproc_per_node=8 ser.py --data /imagenet             the main setting of the paper
-`Paper:` marks what the paper prescribes, `Choice:` where it is silent, or where we depart from it.
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU (.01: 3 images in b2)
+    torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
+`Paper:` marks what the paper prescribes, `Choice:` ours; the release: the authors' code, dbe5e93.
 Axes:
     B        images of a tensor, on one rank: B1 in b1, B2 in b2; R ranks, one for each GPU
     C h w    channels (3 of pixels), rows and columns of images or maps; S x S: a square view
@@ -59,15 +59,16 @@ class Geometry(NamedTuple):
     grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
-                    generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    What `elements` leaves out is the identity; the other random numbers do not change."""
+                    generator: torch.Generator | None = None,
+                    shared: torch.Generator | None = None) -> Geometry:
+    """Sample flips and turns, and (by `shared`, if given) one grid for all images. grid: side of
+    the map before scaling. Leaving out one of `elements` does not change the others."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
     turns = torch.randint(4, (batch,), generator=generator) * ("rot90" in elements)
     # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
-    u, v = torch.rand(2, generator=generator).tolist()
+    u, v = torch.rand(2, generator=shared or generator).tolist()
     area = 0.7 + 0.6 * u                    # uniform
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform, 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -81,8 +82,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m flips. A
     mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    The grid of g1 plays no part: x1 has it already. Turns and flips commute with resizing (an odd
-    turn swaps H and W), so rho resizes once, to the grid of g2: x2 = rho_g(x1) up to resampling."""
+    x1 already has the grid of g1. Turns and flips commute with resizing (odd turns swap H and W),
+    so one more resize, to the grid of g2, is enough: x2 = rho_g(x1) up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -91,7 +92,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share it."""
     if x.shape[-2:] == size:
         return x
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # no kernel on CPUs
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs resize neither
     return torch.nn.functional.interpolate(wide, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
@@ -124,7 +125,7 @@ class ViewSettings(NamedTuple):
 
 class Augmentation(NamedTuple):
     """How a view of an image is made; the defaults do nothing. From top to width: the crop, in
-    shares of the image, for paper/methods. Collated, each field is (B,), and order (B, 4)."""
+    shares of the image, for other methods. Collated, each field is (B,), and order (B, 4)."""
     top: float = 0.0
     left: float = 0.0
     height: float = 1.0
@@ -134,7 +135,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # of these four; make_views sets one for a whole batch
+    order: Tensor = torch.arange(4)     # of these four; make_views sets one for all images
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -144,20 +145,20 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # rows b1, then b2; for paper/methods
+    augmentation: Augmentation     # rows b1, then b2; for other methods
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator, seeded by the key's SHA-512 (random.Random): the same in every process."""
+    """A CPU generator seeded by the key: the same in every process, unlike Python's hash."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
     """Cut a view (3, S, S) out of (3, h, w), and sample the jitter that `photometric` will do."""
     aug = Augmentation()
-    if crop:
+    if crop:     # in b2, rho flips
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
@@ -222,7 +223,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     B, _, h, w = x.shape
     radius = min(math.ceil(6 * max(h, w) / 224), h - 1, w - 1)     # about 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)     # adds up to 1
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)     # Gaussian
     kernel = kernel.repeat_interleave(3, dim=0)     # (3 B, 2 radius + 1), a row for each channel
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
@@ -305,7 +306,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), its [CLS], no norm; for evaluations
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after it, no norm; layers above cls_layer
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
@@ -328,15 +329,15 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # a view of the weight
+                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # a view: one matrix
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
         # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
-        # has none. MoCo-v3 so trains 42.9 M parameters, as in Table 1; with fixed ones, 42.8 M.
+        # has none. MoCo-v3 then trains 42.9 M parameters, as in Table 1; with fixed ones, 42.8 M.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), any multiples of the patch size; layers: whose maps to return."""
+        """Encode (B, 3, h, w), multiples of the patch size. Maps after `layers` are returned."""
         x = self.patch_embed["proj"](images)                        # (B, D, H, W)
         H, W = x.shape[-2:]
         x = (x + resize(self.pos_embed, (H, W))).flatten(2).mT      # (B, N, D)
@@ -346,8 +347,7 @@ class ViT(nn.Module):
             if layer > 0:
                 x = self.blocks[layer - 1](x)
             if layer in layers:
-                patches = x[:, -H * W:]                             # all but [CLS]
-                maps[layer] = patches.mT.unflatten(2, (H, W))
+                maps[layer] = x[:, -H * W:].mT.unflatten(2, (H, W))     # all but [CLS]
                 if layer > self.cls_layer:
                     cls_at[layer] = x[:, 0]
             if layer == self.cls_layer:                             # (B, N, D) -> (B, 1 + N, D)
@@ -358,7 +358,7 @@ class ViT(nn.Module):
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
 # its negatives all tokens, of both views, of the *other* images of b2, over all ranks: the formula
-# of 3.3 (Algorithm 1 leaves it open). Anchors, positives and negatives carry gradient.
+# of 3.3 (Algorithm 1 is vaguer). Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
     linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
@@ -367,7 +367,7 @@ def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
 
 class AllGather(torch.autograd.Function):
     """(B, ...) of each rank -> (R * B, ...), in rank order. Backward sums the gradient of a rank's
-    rows over the losses of all ranks. With DDP's mean, that is the gradient of the mean loss."""
+    rows over the losses of all ranks; after DDP's mean, it is that of the mean loss."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -430,7 +430,7 @@ def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # for the last BatchNorm, ReLU
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # replaces the last two
     return nn.Sequential(*layers)
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -487,7 +487,7 @@ class MoCoV3(nn.Module):
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
-# In six points the release, the authors' code at dbe5e93, departs from the paper, and we do not:
+# In six points the release departs from the paper, and we do not (for L_inv, see forward):
 #     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
 #     view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
 #     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
@@ -511,8 +511,8 @@ class SER(nn.Module):
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
-        # Choice: b1 and b2 share a mean and all keys, as in the release. By Eq. 3, a loss of each,
-        # an image of b2 (a rank has 3) would weigh as much as 84 images of b1 (it has 253).
+        # Choice: b1 and b2 share a mean and all keys, as in the release. With Eq. 3's two means, an
+        # image of b2 would weigh as much as 84 of b1 (a rank has 3 and 253).
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -576,7 +576,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     args = parser.parse_args(argv)
     if args.ratio == 0:
         args.equiv_layers = []     # without b2, projectors would get no gradient
-    if args.warmup_epochs >= args.epochs:     # Choice: then for a tenth of the run
+    if args.warmup_epochs >= args.epochs:     # Choice: a short run warms up for a tenth
         args.warmup_epochs = args.epochs / 10
     return args
 
@@ -585,7 +585,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    nearest = min(size, images) // ranks * ranks     # batch that the ranks can share
+    fitting = min(size, images) // ranks * ranks     # the batch, or the next smaller that fits
     for flag, holds, wanted in (
             ("image_size", args.image_size % args.patch_size == 0, "a multiple of --patch-size"),
             ("dim", args.dim % args.heads == 0, "a multiple of --heads"),
@@ -595,9 +595,9 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
             ("batch_size", size > least_b2, f"above {least_b2}, the least that b2 has"),
-            ("batch_size", size == nearest, f"{nearest}, for {images} images and {ranks} ranks"),
+            ("batch_size", size == fitting, f"{fitting}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or least_b2 <= b2_total < size,
-             f"{least_b2 / max(1, size):.3g} or more, or 0: b2 would have {b2_total} of {size}")):
+             f"{least_b2 / max(1, size):.3g} to below 1, or 0: now b2 has {b2_total} of {size}")):
         if not holds:
             sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: should be {wanted}")
 
@@ -674,7 +674,7 @@ def setup() -> torch.device:
 
 def new_encoder(args: Namespace) -> ViT:
     """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
-    torch.default_generator.manual_seed(args.seed)     # the CPU's: load_encoder restores it
+    torch.default_generator.manual_seed(args.seed)     # and not CUDA's generators
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
 def build(args: Namespace) -> SER:
@@ -749,17 +749,17 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, views, b2_total, progress) -> None:
+def announce(args, source, model, settings, b2_total, done) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
         folders = len({os.path.dirname(path) for path in source})
         where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2_total} of them in b2; "
-          f"{progress} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
+          f"{done} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
     chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
     if b2_total > 0:
-        tokens = [(view.size // args.patch_size) ** 2 for view in views[::2]]     # of each pair
+        tokens = [(one.size // args.patch_size) ** 2 for one in settings[::2]]     # of each pair
         chance += f", L_equiv about {sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens):.1f}"
     print(chance)
 
