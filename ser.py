@@ -749,7 +749,7 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, settings, b2_total, done) -> None:
+def announce(args, source, model, dataset, b2_total, done) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
@@ -759,7 +759,7 @@ def announce(args, source, model, settings, b2_total, done) -> None:
           f"{done} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
     chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
     if b2_total > 0:
-        tokens = [(one.size // args.patch_size) ** 2 for one in settings[::2]]     # of each pair
+        tokens = [(view.size // args.patch_size) ** 2 for view in dataset.views[::2]]
         chance += f", L_equiv about {sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens):.1f}"
     print(chance)
 
@@ -791,7 +791,7 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
     b2_total = ranks * b2_per_rank(args, ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
     if rank == 0:
-        announce(args, source, model, dataset.views, b2_total, f"{start} of {steps}")
+        announce(args, source, model, dataset, b2_total, f"{start} of {steps}")
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
                unit=" images", unit_scale=True)
 
