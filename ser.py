@@ -13,7 +13,7 @@ layer, where the patch tokens still form a map of the image:
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU (.01: 3 images in b2)
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2, not 3
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
 `Paper:` marks what the paper prescribes, `Choice:` ours; the release: the authors' code, dbe5e93.
 Axes:
@@ -53,7 +53,7 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image, on the CPU. Scaling: its target grid, not a factor."""
+    """An element of G for each image, on the CPU. Scaling is given by the grid that it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
@@ -61,8 +61,8 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None,
                     shared: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns, and (by `shared`, if given) one grid for all images. grid: side of
-    the map before scaling. Leaving out one of `elements` does not change the others."""
+    """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
+    shared: samples that grid where ranks have generators of their own, as they must share it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
@@ -92,7 +92,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share it."""
     if x.shape[-2:] == size:
         return x
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs resize neither
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x     # CPUs lack a kernel
     return torch.nn.functional.interpolate(wide, size, mode="bilinear", antialias=True).to(x.dtype)
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
@@ -117,15 +117,15 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 # The loader decodes and crops images; the device applies rho to b2 and jitters all images. Seeds
 # depend on the image and epoch, or on the step, never on the worker: a run can be repeated.
 class ViewSettings(NamedTuple):
-    """How a view is made; views 1 and 2 of MoCo-v3 differ in blur and solarization."""
+    """What a view is sampled from; views 1 and 2 of MoCo-v3 differ in blur and solarization."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of the crop, share of the image
     blur: float                     # probability
     solarize: float                 # probability
 
 class Augmentation(NamedTuple):
-    """How a view of an image is made; the defaults do nothing. From top to width: the crop, in
-    shares of the image, for other methods. Collated, each field is (B,), and order (B, 4)."""
+    """What was sampled for a view of an image; the defaults do nothing. From top to width: the
+    crop, in shares of the image, for AugSelf. Collated, each field is (B,), and order (B, 4)."""
     top: float = 0.0
     left: float = 0.0
     height: float = 1.0
@@ -135,7 +135,7 @@ class Augmentation(NamedTuple):
     contrast: float = 1.0
     saturation: float = 1.0
     hue: float = 0.0                    # shift, share of the colour circle
-    order: Tensor = torch.arange(4)     # of these four; make_views sets one for all images
+    order: Tensor = torch.arange(4)     # of these four: make_views sets one for all images
     gray: bool = False
     blur: float = 0.0                   # standard deviation, pixels
     solarize: bool = False
@@ -145,7 +145,7 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # rows b1, then b2; for other methods
+    augmentation: Augmentation     # rows b1, then b2; for AugSelf and others
 
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank); (1, 0) in a single process."""
@@ -156,9 +156,9 @@ def rng(*key: Any) -> torch.Generator:
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
-    """Cut a view (3, S, S) out of (3, h, w), and sample the jitter that `photometric` will do."""
+    """Make a view (3, S, S) of (3, h, w), and sample the jitter that `photometric` will do."""
     aug = Augmentation()
-    if crop:     # in b2, rho flips
+    if crop:     # b1; rho flips b2
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
@@ -181,9 +181,9 @@ def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tens
 class Dataset(torch.utils.data.Dataset):
     """Key (epoch, index, in_b2) -> for each view, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or the images (n, 3, h, w) uint8 themselves."""
-    def __init__(self, source: Sequence[str] | Tensor, views: Sequence[ViewSettings], seed: int):
+    def __init__(self, source: Sequence[str] | Tensor, view_settings: Sequence, seed: int):
         self.source = source
-        self.views = views     # their settings
+        self.view_settings = view_settings
         self.seed = seed
 
     def __getitem__(self, key: tuple[int, int, bool]) -> list:
@@ -193,9 +193,9 @@ class Dataset(torch.utils.data.Dataset):
             image = read_image(image)
         seed = rng(self.seed, "image", epoch, index).initial_seed()
         random.seed(seed)
-        torch.manual_seed(seed)     # of torchvision's crop
+        torch.manual_seed(seed)     # get_params samples from it
         # Paper: 3.2, T_eq has no crop: g will act on the whole image.
-        return [sample_view(image, settings, crop=not in_b2) for settings in self.views]
+        return [sample_view(image, settings, crop=not in_b2) for settings in self.view_settings]
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, for images in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -329,7 +329,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # a view: one matrix
+                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # shares memory
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
         # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
@@ -337,7 +337,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), multiples of the patch size. Maps after `layers` are returned."""
+        """Encode (B, 3, h, w), h and w multiples of the patch size; return maps after `layers`."""
         x = self.patch_embed["proj"](images)                        # (B, D, H, W)
         H, W = x.shape[-2:]
         x = (x + resize(self.pos_embed, (H, W))).flatten(2).mT      # (B, N, D)
@@ -357,8 +357,8 @@ class ViT(nn.Module):
 
 # ==== 4. Equivariance loss: NT-Xent over patches (paper 3.3) ======================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same place,
-# its negatives all tokens, of both views, of the *other* images of b2, over all ranks: the formula
-# of 3.3 (Algorithm 1 is vaguer). Anchors, positives and negatives carry gradient.
+# its negatives all tokens, of both views, of the *other* images of b2, over all ranks, as in the
+# formula of 3.3. Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers, GELU, 512."""
     linear1 = torch.nn.Linear(dim, width, bias=False)     # Choice: LayerNorm, no biases (release)
@@ -366,8 +366,8 @@ def projector(dim: int, width: int = 512) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.LayerNorm(dim), linear1, torch.nn.GELU(), linear2)
 
 class AllGather(torch.autograd.Function):
-    """(B, ...) of each rank -> (R * B, ...), in rank order. Backward sums the gradient of a rank's
-    rows over the losses of all ranks; after DDP's mean, it is that of the mean loss."""
+    """(B, ...) of each rank -> (R * B, ...), in rank order. Backward sums a rank's gradient over
+    the losses of all ranks, so that DDP's mean makes it the gradient of the mean loss."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -487,9 +487,9 @@ class MoCoV3(nn.Module):
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
-# In six points the release departs from the paper, and we do not (for L_inv, see forward):
+# In six points the release departs from the paper, and we follow the paper:
 #     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
-#     view 2 is flipped, and half-turned, exactly where view 1 is not     builder/moco.py:921-922
+#     flips and half turns of view 2 are the complement of view 1's       builder/moco.py:921-922
 #     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
 #     tokens are projected before they are moved, not after               builder/moco.py:502, 949
 #     both views are anchors; no gradient passes the gathered tokens      builder/moco.py:956, 1067
@@ -546,7 +546,7 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=int, default=16, help="side of a patch, pixels")
     add("--dim", type=int, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=int, default=6, help="attention heads (Choice: 6, as DINO; MoCo-v3: 12)")
+    add("--heads", type=int, default=6, help="attention heads (Choice: the release's; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
     add("--ratio", type=float, default=0.01, help="r, share of b2 (MoCo-v3: 0, and --cls-layer 0)")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
@@ -558,10 +558,10 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=int, default=2048, help="images per step, over all ranks")
     add("--epochs", type=float, default=100.0, help="passes over the data, also fractions")
     add("--warmup-epochs", type=float, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=float, default=3e-4, help="for 256 images (Choice: the release's)")
+    add("--base-lr", type=float, default=3e-4, help="rate for 256 images (Choice: the release's)")
     add("--weight-decay", type=float, default=0.1, help="of AdamW, on all parameters (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
-    add("--bf16", action="store_true", help="bfloat16 on a CPU, too; a GPU always has it")
+    add("--bf16", action="store_true", help="bfloat16 also on a CPU; a GPU always uses it")
     add("--workers", type=int, default=8, help="loader processes of a rank; 0: it loads itself")
     add("--log-every", type=int, default=20, help="steps between lines of the log")
     add("--save-every", type=int, default=0, help="steps between checkpoints; 0: one per epoch")
@@ -594,7 +594,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("weight", args.weight >= 0, "0 or more"),
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
-            ("batch_size", size > least_b2, f"above {least_b2}, the least that b2 has"),
+            ("batch_size", size > least_b2, f"above {least_b2}, the least |b2|"),
             ("batch_size", size == fitting, f"{fitting}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or least_b2 <= b2_total < size,
              f"{least_b2 / max(1, size):.3g} to below 1, or 0: now b2 has {b2_total} of {size}")):
@@ -674,7 +674,7 @@ def setup() -> torch.device:
 
 def new_encoder(args: Namespace) -> ViT:
     """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
-    torch.default_generator.manual_seed(args.seed)     # and not CUDA's generators
+    torch.default_generator.manual_seed(args.seed)     # the CPU's, which load_encoder restores
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
 def build(args: Namespace) -> SER:
@@ -744,8 +744,7 @@ def record(log, bar, step, losses, lr) -> None:
         dist.all_reduce(values)
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
     bar.set_postfix({name: f"{mean:.3g}" for name, mean in means.items() if name != "loss"})
-    rate = bar.format_dict["rate"]     # images per second; None before the bar knows
-    print(json.dumps({"step": step, **means, "images_per_s": rate}), file=log)
+    print(json.dumps({"step": step, **means, "images_per_s": bar.format_dict["rate"]}), file=log)
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
@@ -753,14 +752,15 @@ def announce(args, source, model, dataset, b2_total, done) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
-        folders = len({os.path.dirname(path) for path in source})
-        where = f"images in {folders:,} folders below {os.path.commonpath([source[0], source[-1]])}"
+        folders = {os.path.dirname(path) for path in source}
+        where = f"images in {len(folders):,} folders below {os.path.commonpath(folders)}"
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2_total} of them in b2; "
           f"{done} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
     chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
     if b2_total > 0:
-        tokens = [(view.size // args.patch_size) ** 2 for view in dataset.views[::2]]
-        chance += f", L_equiv about {sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens):.1f}"
+        tokens = [(view.size // args.patch_size) ** 2 for view in dataset.view_settings[::2]]
+        equiv = sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens)     # of each pair
+        chance += f", L_equiv about {equiv:.1f}"
     print(chance)
 
 def train(args: Namespace, make_model: Callable = build, make_dataset: Callable = two_views,

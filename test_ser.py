@@ -617,7 +617,7 @@ def test_a_run_equals_a_plain_reimplementation_from_files_to_weights(settings, f
         return model
 
     def dataset(source, args):
-        return Recording(source, ser.two_views(source, args).views, args.seed)
+        return Recording(source, ser.two_views(source, args).view_settings, args.seed)
 
     ser.train(args, build, dataset, sgd)
     paths = sorted(map(str, folder.rglob("*.png")))

@@ -91,7 +91,7 @@ class WithPlain(ser.Dataset):
         image = self.source[key[1]]
         if isinstance(image, str):
             image = ser.read_image(image)
-        views = ser.Dataset({key[1]: image}, self.views, self.seed)[key]     # does not read again
+        views = ser.Dataset({key[1]: image}, self.view_settings, self.seed)[key]     # reads no file
         side = round(min(image.shape[1:]) * 224 / 256)
         center = center_crop(image, [side, side])
         plain = ser.resize(center[None], views[0][0].shape[1:])[0]

@@ -39,7 +39,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """MoCo-v3's two views of an image, then four local ones."""
-    first, second = ser.two_views(source, args).views
+    first, second = ser.two_views(source, args).view_settings
     # Choice: in b2 a local view is the whole image at the local size, moved by a g of its own, as
     # 3.2 says of all views; the release moves one crop of 5% to 25% of the image.
     # Choice: blur is as likely as in DINO and the release. Grayscale stays; the release drops it.

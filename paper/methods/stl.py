@@ -40,7 +40,7 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
 class Pairs(ser.Dataset):
     """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view."""
     def __getitems__(self, keys: list[tuple]) -> list:
-        size = self.views[0].size
+        size = self.view_settings[0].size
         batch = []
         for i, key in enumerate(keys):
             image = self.source[key[1]]
@@ -50,7 +50,7 @@ class Pairs(ser.Dataset):
             # Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
             even = keys[i - i % 2]     # the key of image 2i, from which both take crop and jitter
-            both = ser.Dataset({key[1]: square, even[1]: square}, self.views, self.seed)
+            both = ser.Dataset({key[1]: square, even[1]: square}, self.view_settings, self.seed)
             views = []
             for (_, own), (pixels, shared) in zip(both[key], both[even]):
                 if own.flip != shared.flip:

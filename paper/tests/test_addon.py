@@ -51,7 +51,7 @@ def slow_info_nce(a, b, temperature):
 def test_the_loss_is_moco_v3s_plus_weight_times_the_methods_own(name):
     """On MoCo-v3's T; every parameter gets a gradient, as DDP demands."""
     args, model = toy(name, "--weight 0.7")
-    assert addon.view_settings(args) == list(ser.two_views([], args).views)
+    assert addon.view_settings(args) == list(ser.two_views([], args).view_settings)
     views = views_of(name, args)
     losses = model(views)
     plain = ser.SER(model.base, [])(views[:2])

@@ -15,7 +15,7 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
     assert one.b1[0, 0].tolist() == [[2, 4], [1, 3]]
     assert two.b1[0, 0].tolist() == [[4, 3], [2, 1]]
     assert three.b1[0, 0].tolist() == [[3, 1], [4, 2]]
-    views = essl.dataset([], essl.settings(["--data", "x"])).views
+    views = essl.dataset([], essl.settings(["--data", "x"])).view_settings
     assert views[2:] == [ser.ViewSettings(96, [0.05, 0.14], blur=0.1, solarize=0.0)]
     with pytest.raises(SystemExit, match="--local-size 9: "):
         essl.settings(["--local-size", "9"])

@@ -21,8 +21,8 @@ def test_the_views_are_two_global_and_four_local_crops():
     """A.1 and DINO: 2 x 224, then 4 x 96 pixels of 5% to 25% of the image."""
     args = multicrop.settings(["--data", "some"])
     local = ser.ViewSettings(96, [0.05, 0.25], 0.5, 0.0)
-    wanted = [*ser.two_views([], args).views, local, local, local, local]
-    assert list(multicrop.six_views([], args).views) == wanted
+    wanted = [*ser.two_views([], args).view_settings, local, local, local, local]
+    assert list(multicrop.six_views([], args).view_settings) == wanted
     assert [view.b1.shape[-1] for view in toy()[1]] == [16, 16, 8, 8, 8, 8]
     with pytest.raises(SystemExit, match="--local-size 9: "):
         multicrop.settings(["--local-size", "9"])
