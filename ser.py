@@ -4,16 +4,16 @@ Self-supervised learning makes the final embedding of an image invariant to augm
 may erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
 layer, where the patch tokens still form a map of the image:
     f = f2 . f1    f1: the first 3 blocks, which give a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01. Views of b1: random crops and
+    b1, b2         the two parts of a batch; b2 has a share r = .01. Views of b1: crops, flips and
                    jitter (T). Views of b2: invertible geometry from a group G, and jitter (T_eq)
     L_inv          the base method's loss, here MoCo-v3's, on the final [CLS] of b1 and b2 together:
-                   in one mean, where Eq. 3 has a sum of two
+                   in one mean (Eq. 3: a sum of two means)
     L_equiv        patch-wise NT-Xent on b2, temperature tau = .3, between rho_g(f1(x1)) and f1(x2),
                    where x1 = rho_g1(x) and x2 = rho_g2(x) are the two views and g = g2 g1^-1
     loss           L_inv + lambda L_equiv, lambda = .5
 Usage:
     python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; 15 images in b2, not 3
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; at .01 b2 has 3 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
 `Paper:` marks what the paper prescribes, `Choice:` ours; the release: the authors' code, dbe5e93.
 Axes:
@@ -62,7 +62,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
                     generator: torch.Generator | None = None,
                     shared: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
-    shared: samples that grid where ranks have generators of their own, as they must share it."""
+    shared: the generator of the new grid, equal on all ranks where `generator` is not."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
@@ -82,8 +82,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m flips. A
     mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    x1 already has the grid of g1. Turns and flips commute with resizing (odd turns swap H and W),
-    so one more resize, to the grid of g2, is enough: x2 = rho_g(x1) up to resampling."""
+    Scaling needs no inverse: turns and flips commute with resizing (odd turns swap H and W), so
+    resizing x1 once more, to the grid of g2, gives x2 = rho_g(x1) up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     return Geometry(flip, (g2.turns - s * g1.turns) % 4, g2.grid)
@@ -156,9 +156,9 @@ def rng(*key: Any) -> torch.Generator:
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(63))
 
 def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tensor, Augmentation]:
-    """Make a view (3, S, S) of (3, h, w), and sample the jitter that `photometric` will do."""
+    """Make a view (3, S, S) of (3, h, w), and sample MoCo-v3's jitter, for `photometric`."""
     aug = Augmentation()
-    if crop:     # b1; rho flips b2
+    if crop:     # of b1; b2 is flipped by rho
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, (3/4, 4/3))
         image = image[:, top:top + height, left:left + width]
@@ -329,7 +329,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # shares memory
+                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # in place
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
         # Choice: learned position embeddings, as in the release, resized to the grids of b2; [CLS]
@@ -487,7 +487,7 @@ class MoCoV3(nn.Module):
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
-# In six points the release departs from the paper, and we follow the paper:
+# In six points the release departs from the paper, and we do not:
 #     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
 #     flips and half turns of view 2 are the complement of view 1's       builder/moco.py:921-922
 #     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
@@ -507,7 +507,7 @@ class SER(nn.Module):
         self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
 
     def forward(self, views: Sequence[View]) -> dict:
-        """Algorithm 1 on pairs of views. Returns `loss`, for backward, and its detached parts."""
+        """Algorithm 1 on views 1 and 2 (3 and 4, ...). Returns `loss` and its detached parts."""
         encoded = [encode_view(self.base.encoder, view, self.layers) for view in views]
         cls = [view_cls for view_cls, _ in encoded]         # of each view: (B, D), b1, then b2
         maps = [view_maps for _, view_maps in encoded]      # of each view: layer -> map of b2
@@ -548,7 +548,7 @@ def arguments() -> ArgumentParser:
     add("--depth", type=int, default=12, help="transformer blocks (ViT-S: 12)")
     add("--heads", type=int, default=6, help="attention heads (Choice: the release's; MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3, help="[CLS] enters after this block; 0: a plain ViT")
-    add("--ratio", type=float, default=0.01, help="r, share of b2 (MoCo-v3: 0, and --cls-layer 0)")
+    add("--ratio", type=float, default=0.01, help="r, share of b2 (0 and --cls-layer 0: MoCo-v3)")
     add("--weight", type=float, default=0.5, help="lambda of L_equiv; 0: the control")
     add("--temperature", type=float, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
     add("--equiv-layers", type=int, nargs="+", default=[3], help="blocks with L_equiv")
@@ -571,7 +571,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    if not parser.parse_known_args(argv)[0].data:
+    if not parser.parse_args(argv).data:
         parser.set_defaults(**small)
     args = parser.parse_args(argv)
     if args.ratio == 0:
@@ -594,7 +594,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
             ("weight", args.weight >= 0, "0 or more"),
             ("temperature", args.temperature > 0, "above 0"),
             ("epochs", args.epochs > 0, "above 0"),
-            ("batch_size", size > least_b2, f"above {least_b2}, the least |b2|"),
+            ("batch_size", size > least_b2, f"above {least_b2}"),
             ("batch_size", size == fitting, f"{fitting}, for {images} images and {ranks} ranks"),
             ("ratio", args.ratio == 0 or least_b2 <= b2_total < size,
              f"{least_b2 / max(1, size):.3g} to below 1, or 0: now b2 has {b2_total} of {size}")):
@@ -651,15 +651,15 @@ def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator
     then of b2. Every epoch has its own order; its last, incomplete batch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
-    total_b1 = size - ranks * b2_per_rank(args, ranks)
+    b1_total = size - ranks * b2_per_rank(args, ranks)
     per_epoch = images // size
     for step in range(start, steps):
         epoch, place = divmod(step, per_epoch)
         if step == start or place == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
         batch = order[place * size:][:size]
-        b1 = batch[:total_b1].view(ranks, -1)[rank].tolist()
-        b2 = batch[total_b1:].view(ranks, -1)[rank].tolist()
+        b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
+        b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
         yield [(epoch, index, False) for index in b1] + [(epoch, index, True) for index in b2]
 
 # ==== 9. Training =================================================================================
@@ -674,7 +674,7 @@ def setup() -> torch.device:
 
 def new_encoder(args: Namespace) -> ViT:
     """The untrained encoder of a run. Seeds its weights, and those of what is built after it."""
-    torch.default_generator.manual_seed(args.seed)     # the CPU's, which load_encoder restores
+    torch.default_generator.manual_seed(args.seed)     # not CUDA's: see load_encoder
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
 
 def build(args: Namespace) -> SER:
@@ -758,7 +758,7 @@ def announce(args, source, model, dataset, b2_total, done) -> None:
           f"{done} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
     chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
     if b2_total > 0:
-        tokens = [(view.size // args.patch_size) ** 2 for view in dataset.view_settings[::2]]
+        tokens = [(one.size // args.patch_size) ** 2 for one in dataset.view_settings[::2]]
         equiv = sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens)     # of each pair
         chance += f", L_equiv about {equiv:.1f}"
     print(chance)
