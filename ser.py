@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP     # no device_ids: see Geometry
 from torchvision.io import decode_image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import rgb_to_grayscale
@@ -53,7 +53,8 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")
 
 class Geometry(NamedTuple):
-    """An element of G for each image, on the CPU. Scaling is given by the grid that it leads to."""
+    """An element of G for each image, on the CPU (DDP's device_ids would move it to the GPU).
+    Scaling is given by the grid that it leads to."""
     flip: torch.Tensor       # (B,) bool, horizontal flip, applied first
     turns: torch.Tensor      # (B,) int64 in 0..3, counter-clockwise quarter turns, applied second
     grid: tuple[int, int]    # (H, W) of moved maps, in tokens. Choice: one for all, as the release
@@ -781,7 +782,6 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    # No device_ids: with them DDP moves all inputs, also Geometry, to the GPU.
     parallel = DDP(model, gradient_as_bucket_view=True) if ranks > 1 else model
     dataset = make_dataset(source, args)
     loader = torch.utils.data.DataLoader(
@@ -794,7 +794,6 @@ def train(args: Namespace, make_model: Callable = build, make_dataset: Callable 
         announce(args, source, model, dataset, b2_total, f"{start} of {steps}")
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
                unit=" images", unit_scale=True)
-
     for step, loaded in enumerate(loader, start):
         # Schedules.
         for group in optimizer.param_groups:

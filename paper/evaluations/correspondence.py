@@ -1,12 +1,10 @@
 """What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours. L_equiv (3.3) pulls the tokens of one place in x and in rho_g(x) together, away from other
-images. Are they also nearest among those of their own image? Green lines end at the right token.
+Ours. Are tokens of one place in x and in rho_g(x) nearest in their own image? Green lines: yes.
 
     python -m paper.evaluations.correspondence --data FOLDER --checkpoint runs/{moco,main}/last.pt
 
-Prints the share of right tokens over 64 images of FOLDER, adds it to correspondence.json, and plots
-two of them with their turned copies, beside the first checkpoint or in --out.
+Prints the share of right tokens over 64 images, adds it to correspondence.json, and plots two.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 
@@ -54,8 +52,8 @@ def destination(g: ser.Geometry, places: Tensor) -> Tensor:
 
 @torch.no_grad()
 def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple:
-    """The moved copy of an image (3, S, S) in [0, 1]. For each of N tokens of the image: its place
-    and that of the copy's most similar token (N, 2, 2), and whether rho_g brings it there (N,)."""
+    """The moved copy of an image (3, S, S) in [0, 1]; for N tokens, their places and those of the
+    copy's most similar tokens (N, 2, 2), and whether rho_g brings them there (N,)."""
     copy = ser.rho(g, image[None], encoder.patch_size)
     still = encoder(ser.normalise(image[None]), [layer]).maps[layer]
     moved = encoder(ser.normalise(copy), [layer]).maps[layer]
@@ -78,7 +76,8 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
         (row, column), (end_row, end_column) = places[token].tolist()
         x = [side * column, left + side * end_column]
         y = [side * row, side * end_row]
-        panel.plot(x, y, color="lime" if right[token] else "red", linewidth=0.8)
+        colour = "lime" if right[token] else "red"
+        panel.plot(x, y, color=colour, linewidth=0.8)
     panel.axis("off")
 
 def compare(args: Namespace) -> None:
@@ -98,7 +97,8 @@ def compare(args: Namespace) -> None:
             elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
             results = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
             share = 100 * torch.stack([right for _, _, right in results]).float().mean().item()
-            rows = eval_linear.make_rows({f"{name} right %": share}, args.data, None, args.layer)
+            values = {f"{name} right %": share}
+            rows = eval_linear.make_rows(values, args.data, None, args.layer)
             write(path, rows, args, step, label)
             title = f"{label}, {name}: {share:.1f} % right"
             print(title)

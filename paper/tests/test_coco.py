@@ -70,7 +70,7 @@ def test_the_rate_rises_and_falls_twice():
     assert rates == pytest.approx([5e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, monkeypatch):
-    """Images are numbered by the widths of their boxes; no crowds, empty boxes, or images without."""
+    """Images are numbered by the widths of their boxes; no crowds, no empty boxes or images."""
     path = toy_checkpoint(tmp_path, image_size=32)
     images = [[((3, 90)[n % 2], [0, 30, n, 9], 0), (3, [0, 0, 32, 32], 1)] for n in range(1, 9)]
     write_split(tmp_path, "train2017", [*images, [(3, [5, 5, 0, 9], 0)], []])
