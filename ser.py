@@ -63,6 +63,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
                     generator: torch.Generator | None = None,
                     shared: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
+    What `elements` leaves out is the identity; the other random numbers do not change.
     shared: the generator of the new grid, equal on all ranks where `generator` is not."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
