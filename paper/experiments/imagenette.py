@@ -2,13 +2,13 @@
 
     python -m paper.experiments.imagenette --data imagenette2-160 --print      the command lines
     python -m paper.experiments.imagenette --data imagenette2-160 --bf16
-    python -m paper.experiments.imagenette --data imagenette2-160 --corruptions
+    python -m paper.experiments.imagenette --data imagenette2-160 --bf16 --corruptions
 
-DIR holds train/CLASS/... and val/CLASS/... Six runs for each of three seeds train a ViT with 1.2 M
+The folder has train/CLASS/ and val/CLASS/. Six runs for each of three seeds train a ViT with 1.2 M
 parameters for 20 epochs at 64 px (--bf16: for a CPU that multiplies bfloat16). Rate and crop were
 chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20 to 24 there,
 and their number, not their share r, says how many images a token of b2 is contrasted with. The
-control has lambda = 0.
+control is SER with lambda = 0: its b2 goes into L_inv alone.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control 68.82, SER 69.28. Its Table 4 moves
 L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18, while the score of rot90 at the last layer
@@ -18,10 +18,10 @@ in brackets those of the difference to the control, then to MoCo-v3, within a se
     linear, MLP, 20-NN   on features of one centre crop; the heads' rate is chosen on val
     cosine, retrieval    equivariance after blocks 2, 4 and 6: Table 4's score, and ours
     corrupted            with --corruptions, the linear head on an ImageNet-C made of the first ten
-                         val images of a class; needs imagecorruptions-imaug
+                         val images of each class; needs imagecorruptions-imaug
 
 "untrained" is the encoder with which SER began. Writes imagenette.json and tradeoff.png in --out.
-Seeds can be trained side by side, by --seeds 0 and --seeds 1 with one --out.
+Seeds can run side by side, by --seeds 0 and --seeds 1; a call with both then only evaluates again.
 """
 import json
 from argparse import Namespace
@@ -53,7 +53,7 @@ CHAINS = {"along lambda": ("control", "SER-0.1", "SER"),
           "along the block of L_equiv": ("SER", "layer-4", "layer-6")}
 
 def corrupted(args: Namespace) -> list[dict]:
-    """Rows of the linear heads on made corruptions, means over 15 of them and 5 severities."""
+    """Rows of the linear heads: means over 15 made corruptions at 5 severities."""
     folder = Path(args.out, "corrupted")
     if not folder.exists() and not args.print:
         robustness.make(str(folder), str(Path(args.data, "val")), per_class=10)

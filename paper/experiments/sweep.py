@@ -3,10 +3,10 @@
     python -m paper.experiments.sweep --list lambda     on synthetic images
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet; a number that
-is in the picture of Figure 3 alone is "-" here. Table 4 has scores of the last block, too, for
-rot90, hflip and scale: MoCo-v3 .804 .870 .945; L_equiv after block 3 .840 .881 .945, after 9 .888
-.886 .957, after 12 .924 .892 .957. Here heads are trained on one centre crop of each image, not on
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet ("-": neither
+its text nor its tables have it). Table 4 has scores of the last block for rot90, hflip and scale,
+too: MoCo-v3 .804 .870 .945; L_equiv after block 3 .840 .881 .945, after block 9 .888 .886 .957,
+after block 12 .924 .892 .957. Here heads are trained on one centre crop of each image, not on
 random crops: compare runs with each other. Prints means ± std over seeds, and in brackets those of
 the difference to SER within a seed. Flags of ser.py go to all runs. OUT/LIST.json has all results.
 """
@@ -20,9 +20,9 @@ from statistics import mean, stdev
 
 import ser
 
-# Name of a run, the paper's number, program, flags. [CLS] cannot enter after the last block.
-# Choice: all layers with [CLS] after block 3; the paper does not say.
-BOTH = "\n    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0\n    SER             69.28  ser"
+# Name of a run, the paper's number, program, flags. Choice: [CLS] enters after L_equiv's block;
+# with "all layers" after block 3. After block 12 none is left: [CLS] enters at the input.
+SHARED = "\n    MoCo-v3         68.44  ser  --ratio 0 --cls-layer 0\n    SER             69.28  ser"
 LISTS = {"layers": """\
     layer-1         -      ser  --equiv-layers 1 --cls-layer 1
     layer-6         -      ser  --equiv-layers 6 --cls-layer 6
@@ -49,14 +49,14 @@ LISTS = {"layers": """\
     augself-3       68.23  augself  --layer 3 --ratio 0 --cls-layer 0"""}
 
 def call(words: list[str], args: Namespace) -> None:
-    """Print a command line, and run it unless that is all."""
+    """Print a command line, and run it unless --print is given."""
     print(args.launcher, shlex.join(words), flush=True)
     if not args.print:
         subprocess.run([*shlex.split(args.launcher), *words], check=True)
 
 def measure(lines: str, args: Namespace, evaluations: list[str]) -> list[dict]:
     """Train and evaluate each run. Returns the rows of all eval.json, with the keys "run" and
-    "seed". "untrained" is the encoder with which a run began, in a table the last run's."""
+    "seed". "untrained" is the encoder with which a run began, in a table that of the last run."""
     rows = []
     data = ["--data", args.data, "--workers", str(args.workers)] if args.data else []
     for seed in args.seeds:
@@ -117,7 +117,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--list", default="layers", choices=list(LISTS), help="what is run")
     args, args.flags = parser.parse_known_args(argv)
     ratio = ser.parse([*args.flags, "--data", args.data]).ratio
-    args.lines = LISTS[args.list].format(half=ratio / 2, double=ratio * 2) + BOTH
+    args.lines = LISTS[args.list].format(half=ratio / 2, double=ratio * 2) + SHARED
     return args
 
 def main(args: Namespace) -> None:

@@ -45,7 +45,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(sweep, "BOTH", "\nSER 69.28 ser --equiv-layers 1 --cls-layer 1 --ratio .25")
+    monkeypatch.setattr(sweep, "SHARED", "\nSER 69 ser --equiv-layers 1 --cls-layer 1 --ratio .25")
     monkeypatch.setitem(sweep.LISTS, "r", "equi 69.51 equimod --layer 1")
     class_folders(tmp_path / "train", per_class=3)
     class_folders(tmp_path / "val", per_class=1, seed=6)
