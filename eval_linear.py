@@ -5,7 +5,7 @@
 
 The second line is the protocol of 4.1: linear heads on random crops, for hours; and 20-NN. Flags:
     --knn             20-NN without heads: minutes
-    --equivariance    equivariance after every block, beside the untrained encoder, without heads
+    --equivariance    equivariance after every block, beside the untrained encoder; no accuracy
     --cache           heads on one centre crop of each image: minutes; also with the flags above
     --mlp             MLP heads in place of linear heads; also with the flags above
 eval.json collects the results of all evaluations; eval.jsonl has a line for each epoch of heads;
@@ -78,8 +78,8 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([v2.Resize(side, v2.InterpolationMode.BICUBIC), v2.CenterCrop(size)])
 
 def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> ImageFolder:
-    """root/CLASS/...: a label is the place of CLASS in `classes`, those of training (none given:
-    among the sorted folders), or CLASS itself, a number, if no name is shared: ImageNet-V2."""
+    """root/CLASS/...: a label is the place of CLASS in `classes`, by default the sorted folders. If
+    `classes` has none of the folders' names, these are the places, as numbers: ImageNet-V2."""
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
     if not set(names) & set(folder.classes):
@@ -88,7 +88,7 @@ def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> Ima
     return folder
 
 def load_sets(args: Namespace, size: int) -> tuple:
-    """The training classes, and the sets: "train", "val", --test, and "crops", random, of files."""
+    """The training classes; sets "train", "val", --test and, of files, "crops", train at random."""
     if not args.data:     # with seeds that ser.py does not use
         train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
@@ -114,8 +114,8 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===========================================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """The final LayerNorm of [CLS] after each of the last `blocks` blocks, of (B, 3, S, S) uint8
-    images: (B, K), K = blocks * D, in fp32 on the encoder's device."""
+    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on
+    the encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
     with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda):     # Choice: as in training
@@ -163,10 +163,10 @@ class Heads(nn.ModuleList):
     def forward(self, x: Tensor) -> list:
         return [head(x) for head in self]
 
-def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: Namespace,
+def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple, args: Namespace,
                 log: Path, name: str) -> int:
-    """Train on batches(epoch, shares): features (B, K) and labels (B,) of this rank's share of the
-    `images` in each step. Returns which head is best on `val`, (n, K) and (n,); logs as `name`."""
+    """Train on epoch_batches(epoch, shares): features (B, K) and labels (B,) of this rank's shares
+    of `images` images. Returns which head is best on `val`, (n, K) and (n,); logs as `name`."""
     ranks, rank = ser.ranks_and_rank()
     parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
     x_val, y_val = val
@@ -181,7 +181,7 @@ def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: 
         order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
         shares = [rows.chunk(ranks)[rank] for rows in order[:steps * batch].split(batch)]
         total = torch.zeros_like(rates)
-        for x, y in batches(epoch, shares):
+        for x, y in epoch_batches(epoch, shares):
             losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
             total += losses.detach()
             optimizer.zero_grad()
@@ -189,14 +189,14 @@ def train_heads(heads: Heads, batches: Callable, images: int, val: tuple, args: 
             (rates * losses).sum().backward()
             optimizer.step()
             schedule.step()
-        # Choice: the best rate on val; the release has no rule, and keeps the best of epochs 41-50.
+        # Choice: the rate that ends best on val; the release has no rule, and takes the best epoch.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
         line = {"epoch": epoch + 1, "loss": total[best].item() / steps, "val top-1 %": top1[best],
                 "lr": args.lr[best]}
         bar.set_postfix(line)
-        if rank == 0:     # the loss is that of its share
+        if rank == 0:     # the loss is of rank 0's share
             print(json.dumps({"heads": name} | line), file=log.open("a"))
     if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
         print(f"the best rate of {name}, {args.lr[best]}, is an end of --lr: try one beyond it")
@@ -210,7 +210,7 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
 
 # ==== 5. k-NN (paper 4.2) =========================================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
-    """Top-1 in percent of test features (n, D), shared by the ranks, by a vote of the 20 nearest
+    """Top-1 in percent of test features (n, D), split over the ranks, by a vote of the 20 nearest
     training features (m, D) with weights exp(s / .07), s the cosine similarity."""
     ranks, rank = ser.ranks_and_rank()
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
@@ -233,7 +233,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) 
     cosine     paper A.2: the mean over tokens of cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1
     retrieval  the share of tokens of rho_h f(x) whose most similar one, among all of f(rho_h x) of
                32 images, is their counterpart; 1 / (32 H W) by chance
-    g may be the identity; h always turns or flips. For "scale" both resize to the grid of g2."""
+    g may be the identity; h always turns or flips. For "scale", h is g, a resize."""
     sums = {layer: torch.zeros(2) for layer in layers}
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels / 255)
@@ -249,7 +249,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) 
             maps = [of_view[layer] for of_view in encoded]                        # (B, D, H, W)
             # Choice: the "final representation" is the patch tokens under the final LayerNorm.
             if layer == encoder.depth:
-                maps = [encoder.norm(h.movedim(1, -1)).movedim(-1, 1) for h in maps]
+                maps = [encoder.norm(m.movedim(1, -1)).movedim(-1, 1) for m in maps]
             f_x, f_gx, f_hx = maps
             cosine = F.cosine_similarity(ser.rho(g, f_x), f_gx).mean()
             z = ser.rho(h, f_x).movedim(1, -1).flatten(0, 2)                      # (B N, D)
@@ -293,18 +293,18 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Path) -> tuple:
     """Rows of 20-NN and, if wanted, of heads; and what head.pt holds of the best head."""
-    trains = args.cache or args.mlp or not args.knn
+    trains = args.cache or args.mlp or not args.knn     # also without any flag
     cached = args.cache or "crops" not in sets
-    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # those with [CLS]
+    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # Paper: 4.1; with [CLS]
     train, train_labels = extract(encoder, sets["train"], blocks if cached else 1, args)
     if train.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
         train = train.half()
     tests = {name: extract(encoder, data, blocks, args) for name, data in sets.items()
              if name not in ("crops", "train")}
 
-    def batches(epoch: int, shares: list) -> Iterable:
+    def epoch_batches(epoch: int, shares: list) -> Iterable:
         if cached:
-            return ((train[rows].float(), train_labels[rows]) for rows in shares)
+            return ((train[share].float(), train_labels[share]) for share in shares)
         return encode(encoder, Seeded(sets["crops"], args.seed, epoch), blocks, args, shares)
 
     kept = {}
@@ -313,7 +313,7 @@ def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Pat
         torch.manual_seed(args.seed)
         heads = Heads(len(args.lr), blocks * encoder.dim, len(classes), args.mlp).to(train.device)
         name = f"{kind} heads of {fingerprint(encoder)}"
-        best = train_heads(heads, batches, len(train), tests["val"], args, log, name)
+        best = train_heads(heads, epoch_batches, len(train), tests["val"], args, log, name)
         head = heads[best].requires_grad_(False)
         kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(classes), "blocks": blocks, "lr": args.lr[best]}
@@ -340,9 +340,9 @@ def evaluate(args: Namespace) -> list:
     state, trained, path = load(args, "eval.json")
     run = Namespace(**state["settings"])
     classes, sets = load_sets(args, run.image_size)
-    encoders = {"trained": trained}
-    if args.equivariance or not args.data:
-        encoders = {"untrained": ser.new_encoder(run).eval(), "trained": trained}
+    moves = args.equivariance or not args.data     # equivariance is measured, untrained and trained
+    encoders = {"untrained": ser.new_encoder(run).eval()} if moves else {}
+    encoders["trained"] = trained
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
     spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long()
     images = torch.stack([sets["val"][place][0] for place in spread.tolist()]).to(device)
@@ -353,7 +353,7 @@ def evaluate(args: Namespace) -> list:
         found = []
         if args.cache or args.mlp or args.knn or not args.equivariance:
             found, kept = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
-        for element in ser.ELEMENTS if "untrained" in encoders else ():
+        for element in ser.ELEMENTS if moves else ():
             for layer, values in equivariances(encoder, images, layers, element).items():
                 found += make_rows(values, "val", None, layer)
         step = state["step"] if name == "trained" else 0

@@ -64,12 +64,12 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
                     shared: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns, and one grid for all images. grid: side of the map before scaling.
     What `elements` leaves out is the identity; the other random numbers do not change.
-    shared: the generator of the new grid, equal on all ranks where `generator` is not."""
+    shared: the generator of the new grid, for other training code: its ranks must agree on it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
     flip = (torch.rand(batch, generator=generator) < 0.5) & ("hflip" in elements)
     turns = torch.randint(4, (batch,), generator=generator) * ("rot90" in elements)
-    # Choice: [0.7, 1.3] (4.1) bounds the area, and [3/4, 4/3] the aspect W / H, as in the release.
+    # Choice: the [0.7, 1.3] of 4.1 bounds the area, and the release's [3/4, 4/3] the aspect W / H.
     u, v = torch.rand(2, generator=shared or generator).tolist()
     area = 0.7 + 0.6 * u                    # uniform
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform, 3/4 to 4/3
@@ -181,8 +181,8 @@ def sample_view(image: Tensor, settings: ViewSettings, crop: bool) -> tuple[Tens
     return pixels, aug
 
 class Dataset(torch.utils.data.Dataset):
-    """Key (epoch, index, in_b2) -> for each view, pixels (3, S, S) uint8 and Augmentation.
-    source: paths, or the images (n, 3, h, w) uint8 themselves."""
+    """Key (epoch, index, in_b2) of `batch_keys` -> for each view, pixels (3, S, S) uint8 and
+    Augmentation. source: paths, or the images (n, 3, h, w) uint8 themselves."""
     def __init__(self, source: Sequence[str] | Tensor, view_settings: Sequence, seed: int):
         self.source = source
         self.view_settings = view_settings
@@ -308,7 +308,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), LayerNorm of the final [CLS]
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after it, no norm; layers above cls_layer
+    cls_at: dict[int, Tensor]    # layer > cls_layer -> (B, D), [CLS] after it, no norm: for probes
 
 class ViT(nn.Module):
     """f = f2 . f1: a vision transformer whose [CLS] token enters after block `cls_layer` < depth;
@@ -489,7 +489,7 @@ class MoCoV3(nn.Module):
         return 4 * self.temperature * math.log(batch)
 
 # ==== 6. SER: Algorithm 1 around any base method ==================================================
-# In six points the release departs from the paper, and we do not:
+# We follow the paper in six points, and the release does not. There,
 #     one random crop, not the whole image, becomes both views of b2      builder/moco.py:42-43
 #     flips and half turns of view 2 are the complement of view 1's       builder/moco.py:921-922
 #     the tokens that are moved come from the momentum encoder            builder/moco.py:498-503
@@ -502,11 +502,11 @@ class SER(nn.Module):
                  temperature: float = 0.3):
         super().__init__()
         self.base = base
-        self.layers = layers
+        self.layers = sorted({*layers})
         self.weight = weight
         self.temperature = temperature
         dim = base.encoder.dim
-        self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in layers})
+        self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in self.layers})
 
     def forward(self, views: Sequence[View]) -> dict:
         """Algorithm 1 on views 1 and 2 (3 and 4, ...). Returns `loss` and its detached parts."""
@@ -534,7 +534,7 @@ class SER(nn.Module):
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-# ==== 7. Settings: the defaults are the paper's main setting (3.3, 4.1, A.2) ======================
+# ==== 7. Settings: the paper's main setting (3.3, 4.1, A.2); without --data: SMALL ================
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
              batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
 
@@ -750,18 +750,18 @@ def record(log, bar, step, losses, lr) -> None:
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
 
-def announce(args, source, model, dataset, b2_total, done) -> None:
+def announce(args, source, model, dataset, b2_total, progress) -> None:
     """Print the data, the plan, and what both losses are if all embeddings are equal."""
     where = "synthetic images"
     if args.data:
         folders = {os.path.dirname(path) for path in source}
         where = f"images in {len(folders):,} folders below {os.path.commonpath(folders)}"
     print(f"{len(source):,} {where}; a batch has {args.batch_size}, {b2_total} of them in b2; "
-          f"{done} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
+          f"{progress} steps are done; warmup: {args.warmup_epochs:g} of {args.epochs:g} epochs")
     chance = f"at chance, L_inv is {model.base.chance(args.batch_size):.3f}"
     if b2_total > 0:
         tokens = [(one.size // args.patch_size) ** 2 for one in dataset.view_settings[::2]]
-        equiv = sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens)     # of each pair
+        equiv = sum(math.log(1 + 2 * n * (b2_total - 1)) for n in tokens)     # over pairs of views
         chance += f", L_equiv about {equiv:.1f}"
     print(chance)
 
