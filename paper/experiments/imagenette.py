@@ -6,9 +6,9 @@
 
 The folder has train/CLASS/ and val/CLASS/. Six runs for each of three seeds train a ViT with 1.2 M
 parameters for 20 epochs at 64 px (--bf16: for a CPU that multiplies bfloat16). Rate and crop were
-chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20 to 24 there,
-and their number, not their share r, says how many images a token of b2 is contrasted with. The
-control is SER with lambda = 0: its b2 goes into L_inv alone.
+chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20 there, and
+their number, not their share r, says how many images a token of b2 is contrasted with. The control
+is SER with lambda = 0: its b2 goes into L_inv alone.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control 68.82, SER 69.28. Its Table 4 moves
 L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18, while the score of rot90 at the last layer
