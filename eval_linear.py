@@ -79,7 +79,7 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> ImageFolder:
     """root/CLASS/...: a label is the place of CLASS in `classes`, by default the sorted folders. If
-    `classes` has none of the folders' names, these are the places, as numbers: ImageNet-V2."""
+    no folder has such a name, the folders are numbers, the places themselves: ImageNet-V2."""
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
     if not set(names) & set(folder.classes):
@@ -340,8 +340,8 @@ def evaluate(args: Namespace) -> list:
     state, trained, path = load(args, "eval.json")
     run = Namespace(**state["settings"])
     classes, sets = load_sets(args, run.image_size)
-    moves = args.equivariance or not args.data     # equivariance is measured, untrained and trained
-    encoders = {"untrained": ser.new_encoder(run).eval()} if moves else {}
+    with_equivariance = args.equivariance or not args.data     # and with the untrained encoder
+    encoders = {"untrained": ser.new_encoder(run).eval()} if with_equivariance else {}
     encoders["trained"] = trained
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
     spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long()
@@ -353,7 +353,7 @@ def evaluate(args: Namespace) -> list:
         found = []
         if args.cache or args.mlp or args.knn or not args.equivariance:
             found, kept = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
-        for element in ser.ELEMENTS if moves else ():
+        for element in ser.ELEMENTS if with_equivariance else ():
             for layer, values in equivariances(encoder, images, layers, element).items():
                 found += make_rows(values, "val", None, layer)
         step = state["step"] if name == "trained" else 0
