@@ -74,6 +74,22 @@ def value_and_gradients(function, *inputs):
     value = function(*inputs)
     return value.detach(), torch.autograd.grad(value, inputs)
 
+def last(out):
+    return torch.load(Path(out, "last.pt"), weights_only=True)
+
+def log_of(out):
+    """The lines of a log, but for the clock's."""
+    lines = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    assert all("images_per_s" in line for line in lines if "step" in line)
+    return [{key: line[key] for key in line if key != "images_per_s"} for line in lines]
+
+def sentence(function, *arguments):
+    """The one sentence with which it ends the program."""
+    with pytest.raises(SystemExit) as left:
+        function(*arguments)
+    assert isinstance(left.value.code, str) and "\n" not in left.value.code
+    return left.value.code
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """40 image files of several sizes, in two folders."""
@@ -84,11 +100,6 @@ def folder(tmp_path_factory):
         TF.to_pil_image(image[:, :20 + i % 5, :24 + i % 7]).save(path)
     return root
 
-@pytest.fixture
-def ranks(monkeypatch):
-    """A function that makes this process a rank of several, as far as ser.py can tell."""
-    return lambda *become: monkeypatch.setattr(ser, "ranks_and_rank", lambda: become)
-
 # ==== Processes ===================================================================================
 def begin(main, *arguments):
     """A process that runs main(*arguments), from a server that has imported torch once for all."""
@@ -97,11 +108,6 @@ def begin(main, *arguments):
     process = context.Process(target=main, args=arguments)
     process.start()
     return process
-
-@pytest.fixture(scope="session", autouse=True)
-def server():
-    """It imports while the first tests run."""
-    begin(int)
 
 def become_rank(main, rank, ranks, port, *folders):
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
@@ -170,15 +176,15 @@ def test_the_relative_element_takes_view_1_to_view_2_for_all_64_pairs(grid, scal
         seen.add(str(rho(g2, x).tolist()))
     assert len(seen) == 8
 
-@pytest.mark.parametrize("flip, turns", D4)
-def test_a_patch_embedding_commutes_with_rho_when_its_kernel_moves_along(flip, turns):
+def test_a_patch_embedding_commutes_with_rho_when_its_kernel_moves_along():
     """embed_K(rho_g x) = rho_g embed_{rho_g^-1 K}(x) on 3 x 5 patches of 4 pixels."""
-    g = element(flip, turns, turned((3, 5), turns))
     x = torch.randn(1, 3, 12, 20, generator=seeded(1), dtype=torch.float64)
     kernel = torch.randn(6, 3, 4, 4, generator=seeded(2), dtype=torch.float64)
-    inverse = relative(element(False, 0, (1, 1), 6), element(flip, turns, (1, 1), 6))
-    embedded = F.conv2d(x, rho(inverse, kernel, 4), stride=4)
-    close(F.conv2d(rho(g, x, 4), kernel, stride=4), rho(g, embedded), 1e-12)
+    for flip, turns in D4:
+        g = element(flip, turns, turned((3, 5), turns))
+        inverse = relative(element(False, 0, (1, 1), 6), element(flip, turns, (1, 1), 6))
+        embedded = F.conv2d(x, rho(inverse, kernel, 4), stride=4)
+        close(F.conv2d(rho(g, x, 4), kernel, stride=4), rho(g, embedded), 1e-12)
 
 def test_draws_of_g_follow_the_stated_distribution():
     """Eight elements alike and independent of the neighbour; 51 grids, of which two are rare."""
@@ -190,8 +196,9 @@ def test_draws_of_g_follow_the_stated_distribution():
     grids = [sample_geometry(1, generator=generator).grid for _ in range(8000)]
     assert set(itertools.chain(*grids)) == set(range(10, 19)) and 49 <= len(set(grids)) <= 51
     areas = [h * w for h, w in grids]
-    assert min(areas) == 130 and max(areas) <= 270
+    assert min(areas) == 10 * 13 and max(areas) <= 15 * 18     # .7 and 1.3 times 196, rounded
     assert abs(sum(areas) / len(areas) - 196) < 1
+    assert abs(sum((h < w) - (h > w) for h, w in grids)) < 300     # wide as often as high
 
 def test_an_ablated_element_stays_at_the_identity_and_moves_no_other_draw():
     """--group takes any subset of the elements."""
@@ -217,8 +224,8 @@ def test_sections_1_and_4_work_where_they_are_copied_to():
     h1, h2 = torch.randn(5, 8, 6, 6), torch.randn(5, 8, *g2.grid)
     copied |= dict(g1=g1, g2=g2, h1=h1, h2=h2, project=copied["projector"](8))
     exec("\n".join(re.findall(r"^#     (\w[\w, ]* = .*)", pieces[2], re.M)), copied)
-    tokens = [copied["project"](h.flatten(2).mT) for h in (slow_rho(relative(g2, g1), h1), h2)]
-    close(copied["loss"], slow_ntxent(*tokens, 0.3), 1e-4)
+    z = [copied["project"](h.flatten(2).mT) for h in (slow_rho(relative(g2, g1), h1), h2)]
+    close(copied["loss"], slow_ntxent(*z, 0.3), 1e-4)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_copied_takes_half_precision_and_refuses_what_cannot_be(dtype):
@@ -322,6 +329,9 @@ def check_jitter(drawn, blur, solarize, scale):
         values = (getattr(drawn, name)[changed] - least) / (most - least)
         assert 0 <= values.min() < 0.02 and 0.98 < values.max() <= 1
         assert abs(values.mean() - 0.5) < 0.05
+    names = ("brightness", "contrast", "saturation", "hue", "gray", "solarize")
+    columns = torch.stack([getattr(drawn, name)[changed].double() for name in names])
+    assert columns.corrcoef().nan_to_num().triu(1).abs().max() < 0.2     # none is another's draw
     sigma = drawn.blur[drawn.blur > 0] / scale
     assert 0.1 <= sigma.min() < 0.2 and 1.9 < sigma.max() <= 2.0
 
@@ -365,15 +375,18 @@ def test_draws_of_an_image_depend_on_seed_epoch_and_image_alone():
 def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
     """Over ranks, they are one: see test_ranks_equal_one_process."""
     aug = default_collate([Augmentation()] * 64)
-    blank = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)
+    loaded = [(torch.zeros(64, 3, 16, 16, dtype=torch.uint8), aug)] * 2
     orders = []
+    grids = []
     seen = []
     for step, seed in itertools.product(range(100), (0, 1)):
-        for view in ser.make_views([(blank, aug)] * 2, toy(batch_size=64, seed=seed), step):
+        for view in ser.make_views(loaded, toy(batch_size=64, seed=seed, patch_size=1), step):
             orders += view.augmentation.order.unique(dim=0).tolist()
+            grids.append(view.geometry.grid)
             seen.append(4 * view.geometry.flip + view.geometry.turns)
     assert len(orders) == 400 and len(set(map(tuple, orders))) == 24
     assert orders[::4] != orders[1::4] and orders[::4] != orders[2::4]     # other view, other seed
+    assert sum(a == b for a, b in zip(grids, grids[1:])) < 40 < len(set(grids))
     for a, b in itertools.combinations(seen[:20], 2):
         assert (a == b).float().mean() < 0.5
 
@@ -521,7 +534,7 @@ def rank_main(rank, ranks, out, folder):
     k = torch.randn(16, 6, generator=seeded(8)).chunk(ranks)[rank]
     q = torch.randn(16, 6, generator=seeded(7)).chunk(ranks)[rank]
     found = {"equiv": value_and_gradients(patch_ntxent, *z),
-             "moco": value_and_gradients(lambda q: ser.info_nce(q, k, 0.2), q)}
+             "moco": value_and_gradients(lambda *qk: ser.info_nce(*qk, 0.2), q, k)}
     args = toy(folder, Path(out, str(ranks)), **RANK_RUN)
     ser.train(args, without_batch_norm, make_optimizer=sgd)
     return found | {"seeds": SEEDS}
@@ -560,7 +573,8 @@ def test_ranks_equal_one_process(ranks, folder, one_rank, tmp_path):
     assert [record["step"] for record in log_of(out)[1:]] == [1, 4, 5, 6]
     assert log_of(out)[0]["b2"] == 4
     seeds = sum([each["seeds"] for each in found], [])
-    assert len(set(seeds)) == 6 * ranks and ser.rng(0, "step", 5, 1).initial_seed() in seeds
+    assert len(set(seeds)) == 6 * ranks     # one for each step and rank; the last of rank 1:
+    assert ser.rng(0, "step", 5, 1).initial_seed() in seeds
 
 def plain_moco(base, views, m):
     """MoCo-v3's step in the order of its code."""
@@ -604,23 +618,12 @@ def test_a_run_equals_a_plain_reimplementation_from_files_to_weights(settings, f
     args = toy(folder, tmp_path, **settings, epochs=1.4, base_lr=1.0)
     start = shake(ser.build(args))
     start.base.momentum = 0.7     # so that the momentum branch goes far
-    keys, views = [], []
-
-    class Recording(ser.Dataset):
-        def __getitem__(self, key):
-            keys.append(key)
-            return super().__getitem__(key)
-
-    def build(args):
-        model = copy.deepcopy(start)
-        model.register_forward_pre_hook(lambda _, inputs: views.append(inputs[0]))
-        return model
-
-    def dataset(source, args):
-        return Recording(source, ser.two_views(source, args).view_settings, args.seed)
-
-    ser.train(args, build, dataset, sgd)
+    views = []
+    model = copy.deepcopy(start)
+    model.register_forward_pre_hook(lambda _, inputs: views.append(inputs[0]))
+    ser.train(args, lambda _: model, make_optimizer=sgd)
     paths = sorted(map(str, folder.rglob("*.png")))
+    keys = sum(ser.batch_keys(40, args, 0, 7), [])
     images = [TF.pil_to_tensor(Image.open(paths[index])) for _, index, _ in keys]
     plain = copy.deepcopy(start)
     losses = []
@@ -634,7 +637,7 @@ def test_a_run_equals_a_plain_reimplementation_from_files_to_weights(settings, f
         loss = plain_moco(plain.base, (first, second), m)
         for layer in (1, 2) if args.ratio else ():
             head = plain.projectors[str(layer)]
-            loss = loss + 1.5 * plain_equiv(plain.base.encoder, head, layer, first, second, 0.4)
+            loss = loss + 3.0 / 2 * plain_equiv(plain.base.encoder, head, layer, first, second, 0.4)
         loss.backward()
         # 8 images at a base rate of 1 for 256: the peak is 1/32 after two of seven steps. BatchNorm
         # over 8 images multiplies rounding at every step, the more so the larger the rate.
@@ -645,10 +648,19 @@ def test_a_run_equals_a_plain_reimplementation_from_files_to_weights(settings, f
                 p.grad = None
         losses.append(loss.item())
     drawn = {str(view.geometry) for pair in views for view in pair}
-    assert len(drawn) == (14 if args.ratio else 1)     # anew in every step and view
+    assert len(drawn) == (7 * 2 if args.ratio else 1)     # anew in every step and view
     found = [record["loss"] for record in log_of(tmp_path)[1:]]
     assert len(found) == 7 and found == pytest.approx(losses, rel=1e-3)
     check_same_way(last(tmp_path)["model"], plain.state_dict(), start, 2e-3)
+
+def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
+    shown = []
+    monkeypatch.setattr(ser, "save_image", lambda x, path, nrow: shown.extend(x))
+    first, second = toy_views(toy())
+    ser.save_views("", (first, second), 4)
+    moved = slow_rho(relative(second.geometry, first.geometry), first.b2, 4)
+    wanted = torch.stack([moved, second.b2], dim=1).flatten(0, 1)
+    close(ser.normalise(torch.stack(shown)), wanted)
 
 def test_adamw_decays_all_that_is_trained_and_nothing_else():
     model = ser.build(toy())
@@ -663,8 +675,9 @@ def test_every_trainable_parameter_gets_a_gradient_and_weight_0_is_the_control()
     model, control = [shake(ser.build(toy(equiv_layers=[1, 3], weight=w))) for w in (0.5, 0.0)]
     base = copy.deepcopy(model)
     views = toy_views(toy())
+    others = toy_views(toy(), step=1)
     found = model(views)
-    close(model([*views, *views])["equiv"], 2 * found["equiv"])
+    close(model([*views, *others])["equiv"], found["equiv"] + model(others)["equiv"])
     found["loss"].backward()
     model.base.update(0.5)     # also where gradients are recorded
     for name, p in model.named_parameters():
@@ -686,7 +699,6 @@ def test_a_run_begins_with_facts_and_chance(folder, tmp_path, capsys, monkeypatc
     nce = ser.info_nce(torch.ones(8, 5), torch.ones(8, 5), 0.2).item()
     found, chance = capsys.readouterr().out.splitlines()
     assert f"40 images in 2 folders below {folder};" in found
-    assert " 8, 4 of them in b2; 0 of 1 steps" in found and "0.01 of 0.1 epochs" in found
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", chance)]
     assert numbers == pytest.approx([2 * nce, patch_ntxent(alike, alike).item()], abs=0.06)
 
@@ -696,7 +708,7 @@ def test_the_defaults_are_the_papers_and_small_is_for_synthetic_images():
     paper = dict(image_size=224, patch_size=16, dim=384, depth=12, cls_layer=3, equiv_layers=[3],
                  ratio=0.01, weight=0.5, temperature=0.3, group=list(ser.ELEMENTS), batch_size=2048,
                  epochs=100.0, warmup_epochs=10.0, moco_hidden=4096, weight_decay=0.1,
-                 crop_min=0.08, base_lr=3e-4)
+                 crop_min=0.08, base_lr=3e-4, heads=6)
     found = vars(ser.parse(["--data", "imagenet"]))
     assert {name: found[name] for name in paper} == paper
     small = vars(ser.parse(["--depth", "5"]))
@@ -707,13 +719,8 @@ def test_the_defaults_are_the_papers_and_small_is_for_synthetic_images():
     widths = [base.projector[0], base.predictor[0], base.predictor[3]]
     assert [layer.out_features for layer in widths] == [16, 16, 256]
     assert (base.temperature, base.momentum) == (0.2, 0.99)
-
-def sentence(function, *arguments):
-    """The one sentence with which it ends the program."""
-    with pytest.raises(SystemExit) as left:
-        function(*arguments)
-    assert isinstance(left.value.code, str) and "\n" not in left.value.code
-    return left.value.code
+    heads = eval_linear.arguments().parse_args([])
+    assert (heads.epochs, heads.batch_size, min(heads.lr), max(heads.lr)) == (50, 1024, 0.003, 10)
 
 @pytest.mark.parametrize("images, ranks, changes, flag, way_out", [
     (41, 4, dict(batch_size=64), "--batch-size 64", "batch_size"),
@@ -778,7 +785,7 @@ def test_the_last_line_of_an_unreadable_image_is_its_path(workers, tmp_path):
     *above, final = str(error.value).splitlines()
     assert re.search(rf"cannot read {tmp_path}/\d.jpg: ", final) and bool(above) == (workers > 0)
 
-def test_an_epoch_takes_each_image_once_and_ranks_share_its_batches(ranks):
+def test_an_epoch_takes_each_image_once_and_ranks_share_its_batches(monkeypatch):
     """A new order every epoch, which depends on the seed; the last, incomplete batch is dropped."""
     args = toy()
     whole = list(ser.batch_keys(43, args, 0, 10))
@@ -790,22 +797,15 @@ def test_an_epoch_takes_each_image_once_and_ranks_share_its_batches(ranks):
         assert len(set(orders[-1])) == 40 and set(orders[-1]) < set(range(43))
     assert orders[0] != orders[1]
     assert whole[0] != next(ser.batch_keys(43, toy(seed=1), 0, 1))
+    b2 = [i for keys in ser.batch_keys(43, args, 0, 1000) for _, i, in_b2 in keys if in_b2]
+    assert 60 < min(map(b2.count, range(43))) and max(map(b2.count, range(43))) < 130     # mean: 93
     shares = []
     for rank in range(4):
-        ranks(4, rank)
+        monkeypatch.setattr(ser, "ranks_and_rank", lambda: (4, rank))
         shares += next(ser.batch_keys(43, args, 7, 10))     # also after an interruption
     assert shares[0::2] + shares[1::2] == whole[7]     # of a rank: one image of b1, one of b2
 
 # ==== 9. Training =================================================================================
-def last(out):
-    return torch.load(Path(out, "last.pt"), weights_only=True)
-
-def log_of(out):
-    """The lines of a log, but for the clock's."""
-    lines = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
-    assert all("images_per_s" in line for line in lines if "step" in line)
-    return [{key: line[key] for key in line if key != "images_per_s"} for line in lines]
-
 @pytest.fixture(scope="session")
 def whole_run(folder, tmp_path_factory):
     """The folder of an uninterrupted run of ten steps, with a loader process."""
@@ -892,10 +892,9 @@ def test_a_run_refuses_what_changes_it_and_nothing_else(whole_run, folder, tmp_p
     for change in ("weight 0.5 (now 0.25)", "extra None (now 1)", "images 40 (now 39)",
                    "'scale'] (now None)", "method SER on MoCoV3 (now SER on Exploding)", "--out"):
         assert change in told
-    names = before["settings"].keys()
-    told = sentence(ser.resume, tmp_path / "run/last.pt", dict.fromkeys(names, "x"), None, None)
-    ignored = {"data", "out", "workers", "log_every", "save_every"}
-    assert set(re.findall(r"(\w+) [^()]* \(now x\)", told.split(" with ")[1])) == names - ignored
+    told = sentence(ser.resume, tmp_path / "run/last.pt", {}, None, None)
+    names = before["settings"].keys() - {"data", "out", "workers", "log_every", "save_every"}
+    assert set(re.findall(r"(\w+) [^()]* \(now None\)", told.split(" with ")[1])) == names
 
 def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp_path):
     """It names the step at which that was found, and the last good checkpoint stays."""
@@ -905,7 +904,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp
     assert last(tmp_path)["step"] == 2
 
 def on_gpu(folder, out):
-    """A GPU's jitter, rho and L_equiv, and a step of `train`, are those of a CPU to rounding."""
+    """A GPU's jitter, rho and L_equiv, and losses of `train`, are those of a CPU to rounding."""
     x = torch.rand(3, 3, 16, 16, generator=seeded())
     aug = default_collate([Augmentation(0, 0, 1, 1, False, 1.2, 0.7, 1.1, 0.05, blur=1.0)] * 3)
     g = sample_geometry(3, 4, generator=seeded())
@@ -926,15 +925,11 @@ def test_a_gpu_computes_what_a_cpu_does(folder, tmp_path):
     subprocess.run([sys.executable, "-c", call], cwd=HERE, check=True, env=sees)
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_bf16_multiplies_in_bfloat16_and_keeps_weights_in_fp32(bf16, folder, tmp_path):
+def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, folder, tmp_path, monkeypatch):
     seen = []
-
-    def make_model(args):
-        model = ser.build(args)
-        model.base.projector[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
-        return model
-
-    state = last(ser.train(toy(folder, tmp_path, epochs=0.2, bf16=bf16), make_model).parent)
+    nce = ser.info_nce
+    monkeypatch.setattr(ser, "info_nce", lambda q, *rest: seen.append(q.dtype) or nce(q, *rest))
+    state = last(ser.train(toy(folder, tmp_path, epochs=0.2, bf16=bf16)).parent)
     assert set(seen) == {torch.bfloat16 if bf16 else torch.float32}
     assert all(x.dtype != torch.bfloat16 for x in state["model"].values())
 
@@ -998,12 +993,12 @@ def plain_features(encoder, images):
     return torch.cat([encoder.norm(t[:, 0]) for t in found], dim=1)
 
 def plain_training(head, tables, lr, batch):
-    """One head by torch's own tools: SGD with momentum .9 and a cosine over all steps. Returns the
-    mean loss of the last epoch."""
+    """One head by torch's own tools: SGD with momentum .9 and a cosine over all steps, --seed 2.
+    Returns the mean loss of the last epoch."""
     optimizer = torch.optim.SGD(head.parameters(), momentum=0.9)
     steps = len(tables[0][1]) // batch
     for epoch, (x, y) in enumerate(tables):
-        order = torch.randperm(len(y), generator=ser.rng(0, "eval", epoch))
+        order = torch.randperm(len(y), generator=ser.rng(2, "eval", epoch))
         losses = []
         for step in range(steps):
             rows = order[step * batch:][:batch]
@@ -1038,16 +1033,17 @@ def top1(logits, labels):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint):
-    """4.1, from files to rows and to head.pt, with random crops or (--cache) centre crops."""
-    flags = ["--cache", "--val", tree / "held"] if cached else []
-    args = eval_args(tree, checkpoint, *flags)
+    """4.1, from files to rows and to head.pt, with random crops or (--cache) centre crops, the
+    latter of fewer images than a batch has."""
+    flags = ["--cache", "--val", tree / "held", "--batch-size", 64] if cached else []
+    args = eval_args(tree, checkpoint, "--seed", 2, *flags)
     rows = eval_linear.evaluate(args)
     encoder = ser.load_encoder(checkpoint)
     images, labels = plain_split(tree / "train")
     centres = plain_features(encoder, [plain_centre(image) for image in images])
     tables = []
     for epoch in range(2):
-        crops = [plain_crop(image, 0, epoch, i) for i, image in enumerate(images)]
+        crops = [plain_crop(image, 2, epoch, i) for i, image in enumerate(images)]
         tables.append((centres if cached else plain_features(encoder, crops), labels))
     sets = {}
     for name, folder in (("val", "held" if cached else "val"), ("few", "few")):
@@ -1057,10 +1053,10 @@ def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint)
     x_few, y_few = sets["few"]
     trained = []
     for lr in args.lr:
-        torch.manual_seed(0)
+        torch.manual_seed(2)
         head = eval_linear.Heads(1, 64, 3)[0]
         assert abs(head[0].weight.std() - 0.01) < 2e-3 and head[0].bias.eq(0).all()
-        loss = plain_training(head, tables, lr, 8)
+        loss = plain_training(head, tables, lr, 33 if cached else 8)
         head.requires_grad_(False)
         trained.append((top1(head(x), y), top1(head(x_few), y_few), lr, loss, head[0]))
     accuracy, _, lr, loss, best = max(trained, key=lambda one: one[0])
@@ -1086,26 +1082,35 @@ def test_an_evaluation_is_the_protocol_written_plainly(cached, tree, checkpoint)
         assert found == pytest.approx(wanted, abs=0.01), (name, classes, measure)
     assert len(rows) == 9     # val once, few twice
 
-@pytest.mark.parametrize("mlp", [False, True])
-def test_all_rates_at_once_train_each_head_as_if_it_were_alone(mlp, tmp_path):
-    """Linear heads and MLPs, over two epochs with features of their own."""
+def test_all_rates_at_once_train_each_mlp_as_if_it_were_alone(tmp_path):
+    """Of three layers, over two epochs with features of their own."""
     tables = []
     for epoch in range(2):
         y = torch.randint(3, (21,), generator=seeded(epoch))
         tables.append((torch.randn(21, 5, generator=seeded(epoch)), y))
-    args = ser.Namespace(lr=[0.5, 8.0, 30.0], epochs=2, batch_size=6, seed=0)
-    heads = eval_linear.Heads(3, 5, 3, mlp)
-    alone = copy.deepcopy(heads)
-    assert len(alone[0]) == (5 if mlp else 1)
+    args = ser.Namespace(lr=[0.5, 8.0, 30.0], epochs=2, batch_size=6, seed=2)
+    heads = eval_linear.Heads(3, 5, 3, mlp=True)
+    first = copy.deepcopy(heads[0].state_dict())
 
     def batches(epoch, shares):
         x, y = tables[epoch]
         return ((x[rows], y[rows]) for rows in shares)
 
     eval_linear.train_heads(heads, batches, 21, tables[0], args, tmp_path / "eval.jsonl", "")
-    for lr, ours, theirs in zip(args.lr, heads, alone):
-        plain_training(theirs, tables, lr, 6)
-        close(ours.state_dict(), theirs.state_dict())
+    for lr, head in zip(args.lr, heads):
+        alone = nn.Sequential(nn.Linear(5, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
+                              nn.Linear(1024, 3))
+        alone.load_state_dict(first)
+        plain_training(alone, tables, lr, 6)
+        close(head.state_dict(), alone.state_dict())
+
+def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
+    logits = torch.randn(60, 9, generator=seeded())
+    labels = torch.arange(60) % 7 + 1
+    for among in (range(9), range(1, 8), range(1, 4)):
+        ranked = [sorted(among, key=lambda c: -scores[c]) for scores in logits.tolist()]
+        wanted = [sum(y in row[:k] for y, row in zip(labels, ranked)) / 0.6 for k in (1, 5)]
+        assert eval_linear.accuracy(logits, labels, torch.tensor(among)) == pytest.approx(wanted)
 
 def test_knn_is_a_loop_over_twenty_neighbours_with_exponential_votes():
     """Of features that are alike, so that many votes count; blocks of tests change nothing."""
@@ -1170,13 +1175,13 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     close(torch.load(tmp_path / "head.pt")["weight"], head["weight"], 1e-4)
 
 def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp_path, capsys):
-    """With one block after [CLS]; equivariance is that of 512 images, spread over val."""
-    path = write_checkpoint(tmp_path, image_size=8, depth=2)
+    """Equivariance is that of 512 images, spread over val, after the block where [CLS] enters."""
+    path = write_checkpoint(tmp_path, image_size=8, cls_layer=2)
     eval_linear.main(["--checkpoint", str(path), "--epochs", "1"])
     rows = json.loads(path.with_name("eval.json").read_text())["rows"]
     table = capsys.readouterr().out
     trained = ser.load_encoder(path)
-    untrained = ser.new_encoder(toy(image_size=8, depth=2)).eval()
+    untrained = ser.new_encoder(toy(image_size=8, cls_layer=2)).eval()
     train, train_labels = ser.synthetic_images(2048, 8, seed=101)
     val, labels = ser.synthetic_images(1000, 8, seed=102)
     spread = torch.linspace(0, 999, 512).long()
@@ -1185,7 +1190,7 @@ def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp
         near = eval_linear.cls_features(encoder, train, 1)
         wanted = {"20-NN top-1 %": eval_linear.knn(near, train_labels, features, labels)}
         for element in ser.ELEMENTS:
-            wanted |= eval_linear.equivariances(encoder, val[spread], [1], element)[1]
+            wanted |= eval_linear.equivariances(encoder, val[spread], [2], element)[2]
         for measure, value in wanted.items():
             found = value_of(rows, measure=measure, encoder=name)
             assert found == pytest.approx(value, abs=1e-4), (measure, name)
@@ -1195,16 +1200,15 @@ def test_without_data_untrained_and_trained_are_measured_on_synthetic_images(tmp
     right = top1(F.linear(features, head["weight"], head["bias"]), labels)
     assert value_of(rows, measure="linear top-1 %", encoder="trained") == pytest.approx(right)
 
-@pytest.mark.parametrize("flags, heads, neighbours, blocks", [
-    ("--knn", "", True, 0), ("--equivariance", "", False, 6), ("--mlp", "mlp", True, 0),
-    ("--equivariance --cache", "linear", True, 6)])
-def test_flags_choose_what_is_measured(flags, heads, neighbours, blocks, tree, checkpoint):
+@pytest.mark.parametrize("flags, accuracies, blocks", [
+    ("--knn", {"20-NN"}, 0), ("--equivariance", set(), 6), ("--mlp", {"mlp", "20-NN"}, 0),
+    ("--equivariance --cache", {"linear", "20-NN"}, 6)])
+def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):
     rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
     measures = {row["measure"] for row in rows}
-    assert {measure.split()[0] for measure in measures if " top-" in measure} == (
-        {heads, "20-NN"} - {"" if neighbours else "20-NN"} - {""})
+    assert {measure.split()[0] for measure in measures if " top-" in measure} == accuracies
     assert {row["block"] for row in rows if row["classes"] is None} == set(range(1, blocks + 1))
-    assert {row["encoder"] for row in rows} == {"trained", *["untrained"] * (blocks > 0)}
+    assert ("untrained" in {row["encoder"] for row in rows}) == (blocks > 0)
 
 def test_results_of_other_settings_stay(tree, checkpoint):
     """The same command replaces its own rows alone; an MLP and a cached head replace no head.pt."""
@@ -1225,19 +1229,16 @@ def test_an_evaluation_refuses_before_the_work(tree, checkpoint, tmp_path, monke
     locked = tmp_path / "locked"
     writable = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != locked and writable(path, mode))
-    for argv in (["--data", str(tree)], ["--checkpoint", str(of_files)],
-                 ["--data", str(tree), "--checkpoint", str(of_files), "--out", str(locked)]):
-        with pytest.raises(SystemExit) as error:
-            eval_linear.main(argv)
-        assert isinstance(error.value.code, str)
+    data = ["--data", str(tree)]
+    assert "needs --checkpoint" in sentence(eval_linear.main, data)
+    run = ["--checkpoint", str(of_files)]
+    assert "add --data" in sentence(eval_linear.main, run)
+    assert str(locked) in sentence(eval_linear.main, data + run + ["--out", str(locked)])
 
 def test_an_evaluation_prints_before_it_writes(tree, checkpoint, monkeypatch, capsys):
     """And where the best rate is the end of the list, it says so."""
-    def full(*_):
-        raise OSError("disk full")
-    monkeypatch.setattr(eval_linear, "merge", full)
-    with pytest.raises(OSError, match="disk full"):
-        eval_linear.evaluate(eval_args(tree, checkpoint))
+    monkeypatch.setattr(eval_linear, "merge", lambda *_: sys.exit("disk full"))
+    assert sentence(eval_linear.evaluate, eval_args(tree, checkpoint)) == "disk full"
     printed = capsys.readouterr().out
     assert "20-NN" in printed and "--lr" in printed
 
@@ -1251,33 +1252,32 @@ def paste(*starts):
         exec(compile(block, "pasted.py", "exec", dont_inherit=True), names)
     return names
 
-@pytest.mark.parametrize("start, dim", [("", 64), ("import timm", 384)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_copied_loss_trains_a_convolution_and_a_vit_of_timm(start, dim, dtype):
+def test_the_copied_loss_trains_a_vit_of_timm(dtype):
     """As printed, and on images of another shape, with all modules in half precision."""
     pytest.importorskip("timm")
-    names = paste("import torch", *[start] * bool(start))
-    modules = [names.get("vit", names["f1"]).to(dtype), ser.projector(dim).to(dtype)]
+    names = paste("import torch", "import timm")
+    modules = nn.ModuleList([names["vit"], names["project"]]).to(dtype)
+    modules.zero_grad()     # README's own step
     images = torch.rand(2, 3, 64, 96, generator=seeded()).to(dtype)
     names["equivariance_loss"](names["f1"], modules[1], images, 16, seeded()).backward()
-    for module in modules:
-        reached = [p.grad.ne(0).any() for p in module.parameters() if p.grad is not None]
-        assert len(reached) > 1 and all(reached[:2])
+    reached = [p.grad.ne(0).any() for p in modules.parameters() if p.grad is not None]
+    assert len(reached) > 30 and all(reached)     # three blocks of twelve tensors, and more
 
-def pasted_rank(rank, ranks, out, start):
+def pasted_rank(rank, ranks, out):
     ser.setup()
     torch.manual_seed(rank)
-    names = paste("import torch", *[start] * bool(start))
+    names = paste("import torch", "import timm")
     sample = names["sample_geometry"]
     seen = []
     names["sample_geometry"] = lambda *a, **k: seen.append(sample(*a, **k)) or seen[-1]
 
     class Model(nn.Sequential):
         def forward(self, images):
-            own = names["f2"](names["f1"](images)).square().mean() if start else 0.0
+            own = names["f2"](names["f1"](images)).square().mean()
             return own + names["equivariance_loss"](names["f1"], self[1], images, 16, seeded(5))
 
-    module = Model(names.get("vit", names["f1"]), names["project"])
+    module = Model(names["vit"], names["project"])
     module.zero_grad()     # README's own step
     model = nn.parallel.DistributedDataParallel(module)
     with torch.autocast("cpu", torch.bfloat16):
@@ -1285,11 +1285,10 @@ def pasted_rank(rank, ranks, out, start):
     loss.backward()
     return [tuple(g) for g in seen], [p.grad for p in model.parameters()]
 
-@pytest.mark.parametrize("start", ["", "import timm"])
-def test_the_copied_loss_trains_two_ranks_of_other_seeds(start, tmp_path):
+def test_the_copied_loss_trains_two_ranks_of_other_seeds(tmp_path):
     """With DDP and autocast. They sample turns of their own, share grids, and get one gradient."""
     pytest.importorskip("timm")
-    (ours, gradients), (theirs, same_gradients) = run_ranks(pasted_rank, 2, tmp_path, start)
+    (ours, gradients), (theirs, same_gradients) = run_ranks(pasted_rank, 2, tmp_path)
     assert same(gradients, same_gradients) and all(g.ne(0).any() for g in gradients)
     assert [g[2] for g in ours] == [g[2] for g in theirs]
     assert not same([g[:2] for g in ours], [g[:2] for g in theirs])
