@@ -1,7 +1,7 @@
 """What the paper's equivariant baselines share: AugSelf, EquiMod, STL and E-SSL (Table 1).
 
 Each of them adds a loss of its own to MoCo-v3, where SER adds L_equiv. They are trained by
-ser.train, so their checkpoints, logs and evaluation are those of ser.py. There is no b2.
+ser.train: their checkpoints and logs are those of ser.py, for eval_linear.py. There is no b2.
 
     f_v   = LN([CLS] of view v after block l); by default l = 12: f_v is the encoder's output
     L_inv = MoCo-v3's loss on the final [CLS] of views 1 and 2
@@ -19,13 +19,11 @@ from torch import Tensor, nn
 import ser
 from ser import View, ViewSettings
 
-# Choice: [CLS] enters at the input, so that block 3 has one, and an early [CLS] gets a LayerNorm of
-# its own, as in the release's AugSelf. The release has no code for the other three at layer 3.
-PLAIN = dict(ratio=0.0, cls_layer=0)
-SMALL = ser.SMALL | PLAIN | dict(layer=4)     # the defaults for synthetic images
+PLAIN = dict(ratio=0.0, cls_layer=0)     # [CLS] enters at the input, so that block 3 has one
+SMALL = ser.SMALL | PLAIN | dict(layer=4)     # the defaults for synthetic images: all four blocks
 
 def set_helps(parser: ArgumentParser, **helps: str) -> None:
-    """Replace the help of some flags; SUPPRESS hides a flag that does nothing in a method."""
+    """Replace the help of some flags; SUPPRESS hides one that a method accepts and ignores."""
     for action in parser._actions:
         action.help = helps.get(action.dest, action.help)
 
@@ -49,8 +47,8 @@ def parse(argv: Sequence[str] | None, parser: ArgumentParser, small: dict = SMAL
     if args.ratio != 0:
         sys.exit(f"--ratio {args.ratio:g}: this method has no b2, so --ratio must be 0")
     if not args.cls_layer < args.layer <= args.depth:
-        sys.exit(f"--layer {args.layer}: above --cls-layer {args.cls_layer}, up to --depth "
-                 f"{args.depth}")
+        sys.exit(f"--layer {args.layer}: should be above --cls-layer {args.cls_layer}, and at most "
+                 f"--depth {args.depth}")
     return args
 
 def view_settings(args: Namespace) -> list[ViewSettings]:
@@ -68,14 +66,17 @@ class AddOn(nn.Module):
         self.layer = args.layer
         self.weight = args.weight
         self.temperature = args.temperature     # of an InfoNCE in L_eq
+        # Choice: an early [CLS] gets a LayerNorm of its own, as in the release's AugSelf; it has no
+        # code for the other three at layer 3.
         self.norm = nn.LayerNorm(args.dim, eps=1e-6) if args.layer < args.depth else None
         self.heads = nn.ModuleDict()
 
     def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
         """`loss`, which carries the gradient, and its parts."""
         encoded = [self.base.encoder(view.b1, [self.layer]) for view in views]
-        features = [one.cls for one in encoded]     # under the encoder's own LayerNorm
-        inv = self.base(views[:2], features[:2])
+        cls = [one.cls for one in encoded]
+        inv = self.base(views[:2], cls[:2])
+        features = cls     # after the last block, under the encoder's own LayerNorm
         if self.norm is not None:
             features = [self.norm(one.cls_at[self.layer]) for one in encoded]
         equiv = self.equivariance_loss(features, views)
@@ -85,6 +86,6 @@ def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
     """An MLP of AugSelf and STL: linear layers with BatchNorm and ReLU between them. Only the last
     layer may have a bias, and nothing follows it, unlike in ser.mlp."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:-1]):
+    for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1], bias=bias))

@@ -16,9 +16,9 @@
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/augself/last.pt
 
-The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, except that its
-saturation changes by up to 0.4, where it changes by up to 0.2 here. `--crop-min 0.2` gives the
-crops of AugSelf's own code.
+The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, except for the
+saturation, which changes by up to 0.4 there, and 0.2 here. `--crop-min 0.2` gives the crops of
+AugSelf's own code.
 
 AugSelf's own paper has ResNets. With MoCo-v2, its f_2 comes from the momentum branch and carries no
 gradient; here both features are online, as in its SimSiam version and in the release. The 43.7 M of
@@ -44,7 +44,7 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     addon.set_helps(parser, temperature=SUPPRESS)
     return addon.parse(argv, parser)
 
-def crops(first: Augmentation, second: Augmentation) -> Tensor:
+def crop_difference(first: Augmentation, second: Augmentation) -> Tensor:
     """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
     shares of the image. Both centers are mirrored where the first view is flipped, as in AugSelf's
     code and in the release; so the target of (2, 1) is not always minus that of (1, 2)."""
@@ -57,7 +57,7 @@ def box(aug: Augmentation, flip: Tensor) -> Tensor:
     x = torch.where(flip, 1 - x, x)
     return torch.stack([y, x, aug.height, aug.width], dim=1).float()
 
-def colors(first: Augmentation, second: Augmentation) -> Tensor:
+def color_difference(first: Augmentation, second: Augmentation) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
     ranges = torch.tensor([0.8, 0.8, 0.4, 0.2])     # .6 to 1.4, twice; .8 to 1.2; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
@@ -80,7 +80,7 @@ class AugSelf(addon.AddOn):
         pairs = torch.cat([torch.cat([f1, f2], dim=1), torch.cat([f2, f1], dim=1)])     # (2B, 2D)
         first, second = (view.augmentation for view in views)
         total = 0.0
-        for task, difference in (("crop", crops), ("color", colors)):
+        for task, difference in (("crop", crop_difference), ("color", color_difference)):
             target = torch.cat([difference(first, second), difference(second, first)])
             predicted = self.heads[task](pairs).float().tanh()                          # (2B, 4)
             total = total + F.mse_loss(predicted, target.to(pairs.device))

@@ -7,11 +7,11 @@
 Add `--weight 0 --out runs/barlow-control` to train the control, where lambda is 0, or
 `--ratio 0 --cls-layer 0 --out runs/barlow-plain` to train Barlow Twins alone.
 
-The cross-correlation of two views' K features over the batch, B images of all ranks, should be the
-identity (Zbontar et al. 2021, who write lambda for w and do not divide by K):
+The cross-correlation of two views' K features, over the R B images of all R ranks, should be the
+identity (Zbontar et al. 2021, whose Eq. 1 and 2 have lambda for w, and no 1 / K):
 
     z1, z2  projections of the two views, each feature with mean 0 and variance 1 (BatchNorm)
-    C     = z1^T z2 / B                                                                     (Eq. 2)
+    C     = z1^T z2 / (R B)                                                                 (Eq. 2)
     L_inv = (sum_i (1 - C_ii)^2 + w * sum_{i != j} C_ij^2) / K                              (Eq. 1)
 """
 from argparse import SUPPRESS, Namespace
@@ -30,14 +30,14 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.set_defaults(out="runs/barlow", weight=0.5, base_lr=1e-4, weight_decay=0.1)
     addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)")
     add = parser.add_argument
-    add("--hidden", type=int, default=8192, help="width K of all layers of the projector (theirs)")
-    add("--off-diagonal", type=float, default=0.0051, help="w of Eq. 1 (theirs: 0.0051)")
+    add("--hidden", type=int, default=8192, help="K, width of the projector (authors: 8192)")
+    add("--off-diagonal", type=float, default=0.0051, help="w of Eq. 1 (authors: 0.0051)")
     small = dict(out="runs/barlow-small", hidden=512, base_lr=1e-3, off_diagonal=0.02)
     return ser.parse(argv, parser, ser.SMALL | small)
 
 def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """ser.py's, but the rate ends at 1e-3 of its peak, and each gradient is clipped at 0.3, as in
-    the release. The clip and AdamW's epsilon there are for a loss that is not divided by K."""
+    """ser.py's, with a hook before each step. As in the release, the rate ends at 1e-3 of its peak,
+    and the gradient of each parameter, of a loss without 1 / K, is clipped at 0.3."""
     adamw = ser.adamw(model, args)
     end = 1e-3 * args.base_lr * args.batch_size / 256
 
@@ -45,21 +45,21 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         for group in adamw.param_groups:
             group["lr"] = dino.learning_rate(args, model.base.progress * args.epochs, end)
             for p in group["params"]:
-                p.grad.mul_(args.hidden)     # K times the loss, as in the release
+                p.grad.mul_(args.hidden)     # Choice: in the release, it is R times smaller
                 nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(prepare)
     return adamw
 
 def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
-    """Eq. 1, a scalar, from this rank's standardised features (B / R, K) of both views."""
+    """Eq. 1, a scalar, from this rank's standardised features (B, K) of both views."""
     ranks, _ = ser.ranks_and_rank()
     c = z1.T @ z2 / (ranks * len(z1))     # (K, K), this rank's summand
     if ranks > 1:
         total = c.detach().clone()
         torch.distributed.all_reduce(total)
         # A summand enters every rank's loss, hence the factor. With the mean over ranks that DDP
-        # takes, R ranks equal one process; in the official code L_inv weighs R times less.
+        # takes, R ranks equal one process; the official code's gradient is R times smaller.
         c = total + ranks * (c - c.detach())
     invariance = (1 - c.diagonal()).square().sum()
     redundancy = c.square().sum() - c.diagonal().square().sum()
@@ -68,7 +68,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
 
 class BarlowTwins(nn.Module):
     """Barlow Twins as a base method of SER (ser.py, section 5), without a second network."""
-    # Choice: views and encoder are ser.py's; dino.py says what that changes.
+    # Choice: views and encoder are ser.py's; the release resizes crops bicubically.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.args = args
@@ -81,7 +81,7 @@ class BarlowTwins(nn.Module):
         self.progress = progress     # for the schedule of the optimizer
 
     def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
-        """L_inv, a scalar, from the [CLS] (B / R, D) of each of the two views."""
+        """L_inv, a scalar, from the [CLS] (B, D) of each of the two views."""
         z1 = self.projector(cls[0]).float()
         z2 = self.projector(cls[1]).float()
         with torch.autocast(z1.device.type, enabled=False):

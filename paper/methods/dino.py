@@ -43,16 +43,16 @@ def settings(argv: list[str] | None = None) -> Namespace:
     addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)",
                     weight_decay="at the start, of matrices only (DINO: 0.04)")
     add = parser.add_argument
-    add("--final-lr", type=float, default=1e-5, help="at the end, not scaled (release: 1e-5)")
+    add("--final-lr", type=float, default=1e-5, help="at the end, for any batch (release: 1e-5)")
     add("--final-weight-decay", type=float, default=0.4, help="at the end (DINO: 0.4)")
-    add("--clip", type=float, default=0.3, help="limit of a gradient's norm; inf: none (release)")
+    add("--clip", type=float, default=0.3, help="limit of a gradient's norm (release: 0.3)")
     add("--drop-path", type=float, default=0.1, help="stochastic depth in the last block (DINO)")
     add("--hidden", type=int, default=2048, help="hidden width of the head (DINO: 2048)")
     add("--outputs", type=int, default=65536, help="outputs K of the head (DINO: 65536)")
     add("--first-teacher-temp", type=float, default=0.04, help="tau_t at the start (release)")
     add("--teacher-temp", type=float, default=0.07, help="tau_t after its rise (release: 0.07)")
     add("--teacher-temp-epochs", type=float, default=10.0, help="of the rise of tau_t (release)")
-    add("--momentum", type=float, default=0.982, help="teacher's first, rising to 1 (release)")
+    add("--momentum", type=float, default=0.982, help="of the teacher; rises to 1 (release: 0.982)")
     add("--freeze-epochs", type=float, default=1.0, help="with the last layer frozen (DINO: 1)")
     small = dict(out="runs/dino-small", hidden=512, outputs=1024, base_lr=1e-3,
                  teacher_temp_epochs=2.0)
@@ -102,8 +102,8 @@ def add_stochastic_depth(block: ser.Block, drop: float) -> None:
     block.mlp["fc2"].register_forward_hook(drop_images)
 
 class Head(nn.Module):
-    """(B, D) -> (B, K): three linear layers with GELU, features of length 1, and a linear layer
-    without bias, whose K rows begin with length 1: each output begins as a cosine."""
+    """(B, D) -> (B, K): three linear layers with GELU between them, L2 normalisation, and a linear
+    layer without bias, whose K rows begin with length 1: each output begins as a cosine."""
     def __init__(self, dim: int, hidden: int, outputs: int):
         super().__init__()
         self.mlp = nn.Sequential(
@@ -136,8 +136,8 @@ class DINO(nn.Module):
     """DINO as a base method of SER (ser.py, section 5). g_s is `encoder` followed by `head`; g_t is
     `teacher` followed by `teacher_head`, their moving averages, which see the same images."""
     # Choice: views and encoder are ser.py's. Crops are resized bilinearly (DINO: bicubic), weights
-    # of the encoder begin as Xavier's (DINO and the release: truncated normal), and [CLS] begins
-    # with a standard deviation of 1e-6 and has no position embedding (there: 0.02, and it has one).
+    # of the encoder begin as Xavier's (DINO and the release: truncated normal), [CLS] begins with a
+    # standard deviation of 1e-6 (there: 0.02), and has no position embedding (in DINO, it has one).
     # Choice: the student's encoder is evaluated, as in the release; DINO evaluates the teacher's.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
@@ -160,14 +160,13 @@ class DINO(nn.Module):
         self.progress = progress     # for the schedules of the optimizer
         momentum = half_cosine(self.args.momentum, 1.0, progress)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
-            for p, q in zip(slow.parameters(), fast.parameters()):
-                p.lerp_(q, 1 - momentum)     # p <- momentum * p + (1 - momentum) * q
+            for s, f in zip(slow.parameters(), fast.parameters()):
+                s.lerp_(f, 1 - momentum)     # s <- momentum * s + (1 - momentum) * f
         # Choice: tau_t rises with every step; in DINO with every epoch.
         epoch = progress * self.args.epochs
-        self.tau_t = self.args.teacher_temp
-        if epoch < self.args.teacher_temp_epochs:
-            left = 1 - epoch / self.args.teacher_temp_epochs
-            self.tau_t -= left * (self.args.teacher_temp - self.args.first_teacher_temp)
+        rise = min(1.0, epoch / max(1e-9, self.args.teacher_temp_epochs))
+        first = self.args.first_teacher_temp
+        self.tau_t = first + rise * (self.args.teacher_temp - first)
 
     def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
         """Algorithm 1: L_inv, a scalar. cls: the student's [CLS] (B, D) of each of the two views;

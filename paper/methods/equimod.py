@@ -18,9 +18,9 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/equimod/last.pt
 
 EquiMod's own paper has SimCLR and BYOL, a ResNet-50, and a projector of width 2048. There, the
-negatives of y are all other y and yhat; here they are the other yhat only, as in the release. The
-gradient of L_eq has 0.77 times the norm of the gradient of L_inv, and 0.74 times in EquiMod itself:
-measured on random embeddings of 256 images, with a cosine of 0.8 within each pair.
+negatives of y are all other y and yhat; here they are the other yhat only, as in the release. Yet
+weight 1 means about the same: the gradient of L_eq has 0.77 times the norm of that of L_inv, in
+EquiMod 0.74 times (random embeddings of 256 images, with a cosine of 0.8 within each pair).
 """
 from argparse import Namespace
 from typing import Sequence
@@ -41,7 +41,7 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
 # Choice: the true ones, with boxes in shares of an image of 500 x 375. Those of EquiMod's code and
 # of the release are for boxes in pixels, and partly for another T; BatchNorm soon evens that out.
 MEAN = torch.tensor([0.140, 0.218, 0.720, 0.563, 0.5,          # top, left, height, width, flip
-                     0.8, 1.2, 1.4, 1.6, 1.8,                  # jittered; first ... fourth
+                     0.8, 1.2, 1.4, 1.6, 1.8,                  # jittered; its order, as numbers
                      1.0, 1.0, 1.0, 0.0,                       # brightness ... hue
                      0.2, 0.55, 0.5775, 0.1])                  # gray, blurred, sigma, solarized
 STD = torch.tensor([0.136, 0.161, 0.187, 0.173, 0.5,
@@ -49,9 +49,8 @@ STD = torch.tensor([0.136, 0.161, 0.187, 0.173, 0.5,
                     0.206559, 0.206559, 0.103280, 0.051640,
                     0.4, 0.497494, 0.6621, 0.3])
 
-def parameters(view: View) -> Tensor:
+def parameters(aug: Augmentation) -> Tensor:
     """What T did to the images of a view, (B, 18), standardised, in the order of MEAN."""
-    aug = view.augmentation
     factors = augself.factors(aug)
     jittered = (factors != torch.tensor([1, 1, 1, 0])).any(1)
     # An image that is not jittered has the order 0, 1, 2, 3, as in EquiMod.
@@ -68,19 +67,19 @@ class EquiMod(addon.AddOn):
         self.heads["project"] = mlp(args.dim, args.dim, args.dim, 128)
         linear = nn.Linear(18, 128, bias=False)
         self.heads["action"] = nn.Sequential(linear, nn.BatchNorm1d(128))
-        self.heads["predict"] = mlp(256, 128)     # linear, so that the action does the work
+        self.heads["predict"] = mlp(256, 128)     # linear and BatchNorm, as in EquiMod
 
     def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
         """InfoNCE between the embeddings of the views and their predictions, in both directions."""
         # Choice: BatchNorm sees one view at a time, as in the release; in EquiMod, all three.
         y1, y2, y0 = (self.heads["project"](f) for f in features)     # in the order of `WithPlain`
         y = torch.cat([y1, y2])                                                         # (2B, 128)
-        values = torch.cat([parameters(view) for view in views[:2]])                    # (2B, 18)
+        values = torch.cat([parameters(view.augmentation) for view in views[:2]])       # (2B, 18)
         p = self.heads["action"](values.to(y.device))                                   # (2B, 128)
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))                 # (2B, 128)
-        # Choice: all keys carry gradient. EquiMod's code detaches those of other ranks, but it
-        # multiplies by the number of ranks, so that several ranks equal one process there, too.
+        # Choice: keys carry gradient, as in EquiMod; in the release, they do not. EquiMod detaches
+        # keys of other ranks, but multiplies by R: there, too, R ranks equal one process.
         forth = info_nce(y, predicted, self.temperature)
         back = info_nce(predicted, y, self.temperature)
         return (forth + back) / 2
@@ -91,7 +90,8 @@ class WithPlain(ser.Dataset):
         image = self.source[key[1]]
         if isinstance(image, str):
             image = ser.read_image(image)
-        views = ser.Dataset({key[1]: image}, self.view_settings, self.seed)[key]     # reads no file
+        # A data set of this image alone, so that it is decoded once.
+        views = ser.Dataset({key[1]: image}, self.view_settings, self.seed)[key]
         side = round(min(image.shape[1:]) * 224 / 256)
         center = center_crop(image, [side, side])
         plain = ser.resize(center[None], views[0][0].shape[1:])[0]

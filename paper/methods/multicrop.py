@@ -28,9 +28,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line: those of ser.py, and those of the local views."""
     parser = ser.arguments()
     parser.set_defaults(out="runs/multicrop")
-    parser.add_argument("--local-size", type=int, default=96, help="side, pixels (release, DINO)")
+    parser.add_argument("--local-size", type=int, default=96, help="side of local views, pixels")
     parser.add_argument("--local-area", type=float, nargs=2, default=[0.05, 0.25],
-                        help="of a crop, share of the image (release, DINO)")
+                        help="of a local crop, share of the image (release, DINO)")
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
     args = ser.parse(argv, parser, ser.SMALL | small)
     if args.local_size % args.patch_size != 0:

@@ -20,7 +20,7 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/stl/last.pt
 
 The flags `--crop-min 0.2 --blur 0.5 0.5 --solarize 0 0` give the T of the release's STL. STL's own
-code has STL-10 and a ResNet-18, and each of its losses is one InfoNCE over all rows of both sides.
+code has STL-10 and a ResNet-18; there, the negatives in each loss are all other rows of both sides.
 """
 import sys
 from argparse import Namespace
@@ -38,7 +38,8 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     return addon.parse(argv, addon.arguments("stl", weight=1.0, temperature=0.2))
 
 class Pairs(ser.Dataset):
-    """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view."""
+    """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view. A
+    DataLoader hands all keys of a batch to __getitems__."""
     def __getitems__(self, keys: list[tuple]) -> list:
         size = self.view_settings[0].size
         batch = []
@@ -49,7 +50,8 @@ class Pairs(ser.Dataset):
             # Choice: images are squeezed into squares before they are cropped, as in the release.
             # Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
-            even = keys[i - i % 2]     # the key of image 2i, from which both take crop and jitter
+            # This image twice: sampled by its own key, and by that of image 2i.
+            even = keys[i - i % 2]
             both = ser.Dataset({key[1]: square, even[1]: square}, self.view_settings, self.seed)
             views = []
             for (_, own), (pixels, shared) in zip(both[key], both[even]):
@@ -82,12 +84,12 @@ class STL(addon.AddOn):
         embed = self.heads["embed"]
         t12 = self.heads["read"](torch.cat([f1, f2], dim=1))                            # (B, 128)
         t21 = self.heads["read"](torch.cat([f2, f1], dim=1))
+        codes = torch.cat([t21, t12])                                                   # (2B, 128)
+        u_even = self.heads["embed_code"](codes[0::2])                                  # (B, 128)
+        u_odd = self.heads["embed_code"](codes[1::2])
         # Codes of the partner, another image, are of use only if they tell the transformation.
-        partner = torch.arange(len(f1), device=f1.device) ^ 1     # 1, 0, 3, 2, ...
-        codes = torch.cat([t21[partner], t12[partner]])                                 # (2B, 128)
-        u_odd = self.heads["embed_code"](codes[0::2])                                   # (B, 128)
-        u_even = self.heads["embed_code"](codes[1::2])
-        matrices = self.heads["hyper"](codes).unflatten(1, (f1.shape[1], -1))           # (2B, D, D)
+        partner = torch.arange(len(codes), device=f1.device) ^ 1     # 1, 0, 3, 2, ...
+        matrices = self.heads["hyper"](codes[partner]).unflatten(1, (f1.shape[1], -1))  # (2B, D, D)
         moved = torch.einsum("boi,bi->bo", matrices, torch.cat([f2, f1]))               # (2B, D)
         z = torch.cat([embed(f1), embed(f2)])                                           # (2B, 128)
         z_moved = torch.cat([embed(half) for half in moved.chunk(2)])
@@ -99,7 +101,7 @@ def build(args: Namespace) -> STL:
     """The model of a run. Exits with one sentence if a rank's images do not make pairs."""
     ranks, _ = ser.ranks_and_rank()
     if args.batch_size // ranks % 2 > 0:
-        sys.exit(f"--batch-size {args.batch_size}: an even number for each rank, as STL has pairs")
+        sys.exit(f"--batch-size {args.batch_size}: should be even on each of {ranks} ranks")
     return STL(ser.build(args).base, args)
 
 def dataset(source: Sequence[str] | Tensor, args: Namespace) -> Pairs:

@@ -72,7 +72,7 @@ def test_an_earlier_layer_is_read_under_a_norm_of_its_own(name):
     model.base.encoder.blocks[1].register_forward_hook(lambda *call: tokens.append(call[2]))
     read = []
     model.equivariance_loss = lambda features, views: read.extend(features) or torch.ones(1)
-    model([view, view])
+    model([view, view, view])
     norm = model.norm
     assert_close(read[0], F.layer_norm(tokens[0][:, 0], (16,), norm.weight, norm.bias, 1e-6))
     assert toy(name)[1].norm is None

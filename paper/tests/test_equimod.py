@@ -13,7 +13,7 @@ def test_the_parameters_of_known_augmentations():
     order = torch.tensor([2, 0, 3, 1])
     made = Augmentation(0.1, 0.2, 0.3, 0.4, True, 0.7, 1.2, 0.9, -0.05, order, True, 1.5, True)
     both = default_collate([made, Augmentation(order=order)])
-    p = equimod.parameters(ser.View(None, None, None, both))
+    p = equimod.parameters(both)
     wanted = [[0.1, 0.2, 0.3, 0.4, 1, 1, 2, 0, 3, 1, 0.7, 1.2, 0.9, -0.05, 1, 1, 1.5, 1],
               [0.0, 0.0, 1.0, 1.0, 0, 0, 0, 1, 2, 3, 1.0, 1.0, 1.0, 0.0, 0, 0, 0, 0]]
     assert_close(p * equimod.STD + equimod.MEAN, torch.tensor(wanted))
@@ -24,7 +24,7 @@ def test_the_parameters_are_standardised_under_moco_v3s_t():
     data = ser.two_views([image] * 1500, equimod.settings(["--data", "x"]))
     made = [one._replace(order=torch.randperm(4))     # as make_views does in a step
             for index in range(1500) for _, one in data[0, index, False]]
-    p = equimod.parameters(ser.View(None, None, None, default_collate(made)))
+    p = equimod.parameters(default_collate(made))
     assert p.mean(0).abs().max() < 0.08
     assert (p.std(0) - 1).abs().max() < 0.07
 
@@ -46,7 +46,7 @@ def test_the_loss_equals_a_slow_loop():
     y = torch.cat([y1, y2])
     yhat = []
     for view in views[:2]:
-        p = model.heads["action"](equimod.parameters(view))
+        p = model.heads["action"](equimod.parameters(view.augmentation))
         for i in range(8):
             pair = torch.cat([y0[i], p[i]])
             yhat.append(model.heads["predict"](pair[None]))
