@@ -1,4 +1,4 @@
-"""What the evaluations share: they add results to a file, name pictures, and refuse ranks."""
+"""What the evaluations share: files of results, names of pictures, a check for one process."""
 import hashlib
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import eval_linear
 
 def write(path: Path, rows: list, args: Namespace, step: int, encoder: str = "trained") -> None:
-    """Add eval_linear.make_rows of an encoder to a file. step: of the checkpoint evaluated."""
+    """Add rows of eval_linear.make_rows to a file. step: the training step of the checkpoint."""
     step = step if encoder != "untrained" else 0
     common = {"encoder": encoder, "step": step, "settings": vars(args)}
     eval_linear.merge(path, [row | common for row in rows])

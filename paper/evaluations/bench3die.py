@@ -1,16 +1,17 @@
 """Linear probe on 3DIEBench: the last column of the paper's Table 1.
 
+    curl -L https://dl.fbaipublicfiles.com/SIE/3DIEBench.tar.gz | tar xz     # 17 GB
     curl -LO https://github.com/facebookresearch/SIE/raw/HEAD/data/val_images.npy
     python -m paper.evaluations.bench3die --data 3DIEBench --checkpoint runs/main/last.pt
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data (17 GB) of
-Garrido et al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each
-of 52,472 objects. val_images.npy lists those to validate on, as "/SYNSET/OBJECT/"; all others are
-trained on. Results are added to bench3die.json beside the checkpoint, or in --out.
+With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data of Garrido et
+al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each of 52,472
+objects. val_images.npy lists those to validate on, as "/SYNSET/OBJECT/"; all others are trained on.
+Results are added to bench3die.json beside the checkpoint, or in --out.
 
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
-the views, the crops and the training. Here the protocol is that of ImageNet: eval_linear.py with
-its flags, but --val, --test and --equivariance do nothing. 16% of val are of the largest class.
+the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags
+(--val, --test and --equivariance are not used). 16% of val are of the largest class.
 """
 from argparse import Namespace
 from pathlib import Path
@@ -34,9 +35,9 @@ class Renderings(Dataset):
     """Index -> rendering (3, S, S) uint8 and label. items: folder, views to sample from, label."""
     def __init__(self, items: list[tuple[Path, range, int]], size: int):
         self.items = items
-        # Choice: no crop, as the authors (who keep 256 pixels): the object is centred. Normalised
-        # as ImageNet, which the encoder was trained on; the authors as 3DIEBench.
-        self.resize = v2.Resize((size, size), antialias=True)
+        # Choice: no crop, as the authors (who keep 256 pixels): the object is centred. Features
+        # are of images normalised as ImageNet; the authors normalise them as 3DIEBench.
+        self.resize = v2.Resize((size, size))
 
     def __len__(self) -> int:
         return len(self.items)

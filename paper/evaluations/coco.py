@@ -4,8 +4,8 @@
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. /coco is COCO 2017 as
 it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Results are
-added to coco.json beside the checkpoint, or in --out. Every 500 steps (--save-every) the losses are
-written to coco.jsonl, and coco.pt is saved, from where the same command goes on.
+added to coco.json beside the checkpoint, or in --out. Every 500 steps (--save-every) the losses of
+that step are added to coco.jsonl, and coco.pt is saved: the same command resumes from it.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
@@ -45,7 +45,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--iterations", type=int, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=int, default=32, help="images per step, over all ranks (paper: 32)")
-    add("--base-lr", type=float, default=1e-4, help="of AdamW, for any batch (ViTDet: 64 images)")
+    add("--base-lr", type=float, default=1e-4, help="learning rate, for any batch (ViTDet: for 64)")
     add("--size", type=int, default=800, help="shorter side of an image, pixels (usually 800)")
     add("--save-every", type=int, default=500, help="steps between checkpoints and log lines")
     add("--seed", type=int, default=0, help="seed of new weights, order, flips and proposals")
@@ -87,15 +87,15 @@ class Pyramid(nn.Module):
 
 def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
-    images in [0, 1] of any size, and normalises them as the encoder was trained, whose patch must
-    be a power of two: torchvision rounds the scales of maps to these."""
+    images in [0, 1] of any size, and normalises them. The encoder's patch size must be a power of
+    two: torchvision rounds the scale of a map to one."""
     torch.manual_seed(args.seed)
     # Choice: as usual, anchors of 32 to 512 pixels, for patches of 16, and no side above 1333.
     sides = [(2 * encoder.patch_size * 2 ** level,) for level in range(5)]
     anchors = AnchorGenerator(sides, [(0.5, 1.0, 2.0)] * 5)
-    # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Images are padded
-    # to common multiples of torchvision's 32 and of a place of the coarsest level, 4 patches: else
-    # torchvision, which divides a side by its places and rounds down, sets anchors too close.
+    # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are padded
+    # to multiples of 4 patches, a cell of the coarsest map, as torchvision rounds down the distance
+    # of its anchors, side // cells. 32 is torchvision's own multiple.
     divisible = math.lcm(32, 4 * encoder.patch_size)
     return FasterRCNN(Pyramid(encoder), classes, args.size, round(args.size * 5 / 3),
                       rpn_anchor_generator=anchors, size_divisible=divisible)
@@ -134,8 +134,8 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
     encoder = eval_linear.fingerprint(model.backbone.encoder)
-    settings = vars(args) | {"checkpoint": encoder, "images": len(data), "ranks": ranks}
-    start = ser.resume(path, settings, model, optimizer) if path.exists() else 0
+    run = vars(args) | {"checkpoint": encoder, "images": len(data), "ranks": ranks}
+    start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     n = args.iterations * args.batch_size
     orders = [torch.randperm(len(data), generator=ser.rng(args.seed, "coco", epoch))
@@ -164,7 +164,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None
         if done % args.save_every == 0 or done == args.iterations:
             ser.record(log, bar, done, {"loss": loss, **losses}, lr_at(step, args))
             if rank == 0:
-                ser.save(path, step=done, settings=settings, model=model.state_dict(),
+                ser.save(path, step=done, settings=run, model=model.state_dict(),
                          optimizer=optimizer.state_dict())
 
 @torch.no_grad()
@@ -185,10 +185,10 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
             results.append({"image_id": truth["image_id"], "category_id": label, "bbox": box,
                             "score": score})
     if ranks > 1:
-        parts = [results] * ranks
+        parts = [results] * ranks     # replaced by those of all ranks
         torch.distributed.all_gather_object(parts, results)
         results = sum(parts, [])
-    if not results:     # which loadRes refuses
+    if rank > 0 or not results:     # rank 0 reports, and loadRes refuses an empty list
         return {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
     evaluation = COCOeval(data.coco, data.coco.loadRes(results), "bbox")
     evaluation.evaluate()
@@ -201,10 +201,10 @@ def main(argv: list[str] | None = None) -> None:
     args = settings(argv)
     device = ser.setup()
     state, encoder, path = eval_linear.load(args, "coco.json")
-    learned = photos(args, "train2017", train=True)
+    train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
     model = detector(encoder, max(val.coco.cats) + 1, args).to(device)
-    train(model.train(), learned, args, path.with_suffix(".pt"))
+    train(model.train(), train_set, args, path.with_suffix(".pt"))
     results = precision(model.eval(), val, device, args)
     if ser.ranks_and_rank()[1] == 0:
         print(f"{args.iterations} steps of {args.batch_size} images; {len(val)} images of val "

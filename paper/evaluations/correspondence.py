@@ -1,10 +1,10 @@
 """What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours. Are tokens of one place in x and in rho_g(x) nearest in their own image? Green lines: yes.
+Ours. Is the token of rho_g(x) that is most like a token of x where g moves it? Green: yes, red: no.
 
     python -m paper.evaluations.correspondence --data FOLDER --checkpoint runs/{moco,main}/last.pt
 
-Prints the share of right tokens over 64 images, adds it to correspondence.json, and plots two.
+Prints the share of such tokens over 64 images, adds it to correspondence.json, and plots two.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 
@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 import eval_linear
 import ser
-from paper.evaluations import picture, write
+from paper.evaluations import one_process, picture, write
 from paper.evaluations.tsne import load_encoders
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -26,15 +26,14 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--label", nargs="+", help="their names; none: their paths")
     add("--out", default="", help="folder of the results; none: that of the first checkpoint")
     # Choice: tokens are compared after the block that L_equiv regularised, before its projector.
-    add("--layer", type=int, help="block; none: the first that has L_equiv in a checkpoint")
+    add("--layer", type=int, help="block; none: that of L_equiv, else of [CLS]")
     return parser.parse_args(argv)
 
 def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
-    """The element of G for image `index`: a turn by 90 to 270 degrees, a flip, a scaling."""
+    """The element for image `index`: a turn by 90 to 270 degrees, a flip, a scaling (also by 1)."""
     g = ser.sample_geometry(1, grid, [name], ser.rng(name, index))
-    if name == "rot90":
-        return g._replace(turns=torch.tensor([1 + index % 3]))
-    return g._replace(flip=torch.tensor([name == "hflip"]))
+    turns = 1 + index % 3 if name == "rot90" else 0
+    return ser.Geometry(torch.tensor([name == "hflip"]), torch.tensor([turns]), g.grid)
 
 def centres(grid: tuple) -> Tensor:
     """The centres of the tokens of a grid, (N, 2): row and column, shares of height and width."""
@@ -63,7 +62,7 @@ def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple
     start = centres(still.shape[2:])
     end = centres(g.grid)[nearest]
     away = (end - destination(g, start)) * torch.tensor(g.grid)     # in tokens of the copy
-    right = (away.abs() <= 0.5001).all(1)
+    right = (away.abs() <= 0.5001).all(1)     # half a token, up to rounding
     return copy[0].clamp(0, 1), torch.stack([start, end], dim=1), right
 
 def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
@@ -83,16 +82,17 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
 def compare(args: Namespace) -> None:
     """Measure; plot the turns of two images, a column for each encoder; print and write."""
     from matplotlib.figure import Figure
+    one_process()
     encoders, runs, path = load_encoders(args, "correspondence.json")
     layers = [layer for run in runs for layer in run["equiv_layers"]]
     if args.layer is None:
         args.layer = layers[0] if layers else max(1, runs[0]["cls_layer"])
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     photos = ser.list_images(args.data)
-    photos = photos[::max(1, len(photos) // 64)][:64]
+    spread = torch.linspace(0, len(photos) - 1, min(64, len(photos))).long()
     for column, (label, step, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders):
         centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
-        images = [centre_crop(ser.read_image(photo)) / 255 for photo in photos]
+        images = [centre_crop(ser.read_image(photos[i])) / 255 for i in spread]
         for name in ser.ELEMENTS:
             elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
             results = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]

@@ -1,11 +1,11 @@
-"""Full fine-tuning on ImageNet-1k: the last columns of the paper's table of nonlinear evaluations.
+"""Full fine-tuning on ImageNet-1k: the last columns of the paper's Table 3.
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
     python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0  # synthetic images
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. Results are added to
-finetune.json beside the checkpoint, or in --out. Each epoch adds a line to finetune.jsonl and saves
-finetune.pt, from where the same command goes on, and which other scripts evaluate as last.pt.
+finetune.json beside the checkpoint, or in --out. Each epoch adds the loss of its last batch to
+finetune.jsonl and saves finetune.pt, from which the same command resumes. Evaluations take it, too.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
 authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So
@@ -26,7 +26,7 @@ import eval_linear
 import ser
 from paper.evaluations import write
 
-PAPER = {     # top-1 and top-5, percent (nonlinear table, fine-tuning)
+PAPER = {     # top-1 and top-5, percent (Table 3, fine-tuning)
     "MoCo-v3": (73.83, 91.91), "MoCo-v3 + AugSelf": (73.50, 91.67),
     "MoCo-v3 + STL": (73.90, 91.49), "MoCo-v3 + SER": (74.33, 91.79),
     "MoCo-v3 + EquiMod (3 views)": (74.08, 91.75), "MoCo-v3 + E-SSL (2+4 views)": (75.00, 92.36),
@@ -40,11 +40,11 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--random-init", action="store_true", help="begin with the weights that the run began with")
-    # Choice: MAE fine-tunes for 100 epochs, MoCo-v3 its ViT-B for 150, both with mixup.
+    # Choice: fewer than MAE (100) and MoCo-v3's ViT-B (150), which train with mixup.
     add("--epochs", type=int, default=50, help="passes over the training images")
     add("--batch-size", type=int, default=1024, help="images per step, over all ranks (MAE: 1024)")
     # Choice: MAE's values for its base model, with the layer decay of its larger ones.
-    add("--base-lr", type=float, default=5e-4, help="of the head, scaled by batch size / 256")
+    add("--base-lr", type=float, default=5e-4, help="learning rate of the head for 256 images")
     add("--weight-decay", type=float, default=0.05, help="of AdamW, on matrices")
     add("--layer-decay", type=float, default=0.75, help="factor of the rate from block to block")
     add("--drop-path", type=float, default=0.1, help="stochastic depth of the last block; first: 0")
@@ -63,7 +63,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder = encoder.requires_grad_(True).train()     # also the frozen patch embedding
         for i, block in enumerate(encoder.blocks):
-            p = drop_path * i / max(encoder.depth - 1, 1)     # for an image to skip a branch
+            p = drop_path * i / max(encoder.depth - 1, 1)     # that an image skips a branch
             for layer in (block.attn["proj"], block.mlp["fc2"]):
                 layer.register_forward_hook(
                     lambda layer, _, x, p=p: stochastic_depth(x, p, "row", layer.training))
@@ -79,7 +79,7 @@ class Classifier(nn.Module):
 
 def groups(model: Classifier, args: Namespace) -> list[dict]:
     """AdamW's groups, one for each parameter. `scale` multiplies the learning rate: layer_decay to
-    the power of the number of layers above, the head's own being 0."""
+    the power of the number of layers above; the head and the last norm have none."""
     encoder = model.encoder
     # Choice: [CLS] is before the first block, as in a plain ViT, wherever it enters.
     first = [encoder.pos_embed, encoder.cls_token, *encoder.patch_embed.parameters()]
@@ -150,8 +150,8 @@ def finetune(args: Namespace) -> None:
     train(model, data, args, run, kept)
 
     features, labels = eval_linear.extract(encoder.eval(), sets["val"], 1, args)
-    everything = torch.arange(len(classes), device=device)
-    top1, top5 = eval_linear.accuracy(model.head(features), labels, everything)
+    all_classes = torch.arange(len(classes), device=device)
+    top1, top5 = eval_linear.accuracy(model.head(features), labels, all_classes)
     if rank == 0:
         print(f"{len(classes)} classes (the paper's rows: 1000 classes)")
         for method, row in {"here": (top1, top5), **PAPER}.items():

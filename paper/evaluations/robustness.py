@@ -5,8 +5,8 @@
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-p /imagenet-p
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The encoder and the
-head of the linear probe stay as they are. C and P are altered images of val. Their archives may lie
-side by side, or in folders of their own (blur/, noise/, ...):
+head of the linear probe stay as they are. C and P are altered images of val (Zenodo 2235448 and
+3565846). Unpack the archives into one folder, or each into its own (blur/, noise/, ...):
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
@@ -70,8 +70,8 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
     images = eval_linear.class_folder(folder, uncropped(encoder), head.classes)
     features, labels = eval_linear.extract(encoder, images, head.blocks, args)
     logits = F.linear(features, head.weight, head.bias)
-    everything = torch.arange(len(head.classes)).to(labels)
-    return eval_linear.accuracy(logits, labels, everything)
+    all_classes = torch.arange(len(head.classes)).to(labels)
+    return eval_linear.accuracy(logits, labels, all_classes)
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
     """Write a C of data/CLASS/..., or of the first `per_class` images of each class; it is renamed
@@ -83,8 +83,8 @@ def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) ->
     shutil.rmtree(unfinished, ignore_errors=True)
     crop = eval_linear.eval_transform(224)
     sources: list[Path] = []
-    for class_name in sorted(Path(data).iterdir()):
-        sources += sorted(class_name.iterdir())[:per_class]
+    for class_folder in sorted(Path(data).iterdir()):
+        sources += sorted(class_folder.iterdir())[:per_class]
     for source in tqdm(sources, "corrupting"):
         image = crop(ser.read_image(str(source))).permute(1, 2, 0).numpy()
         for one in SETS["C"]:
@@ -109,19 +109,19 @@ def read_video(path: str) -> Tensor:
 
 def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespace) -> list[float]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
-    over videos of the mean over their frames. Ranks share the videos."""
+    over videos of the mean over their frames (Choice: over all). Ranks share the videos."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
     own = Subset(videos, range(rank, len(videos), ranks))
-    everything = torch.arange(len(head.classes)).to(head.weight.device)
+    all_classes = torch.arange(len(head.classes)).to(head.weight.device)
     sums = torch.zeros(2, device=head.weight.device)
     loader = DataLoader(own, batch_size=None, num_workers=args.workers)
     for frames, place in tqdm(loader, folder.name, leave=False, disable=rank > 0):
         features = eval_linear.cls_features(encoder, frames, head.blocks)
         logits = F.linear(features, head.weight, head.bias)
         label = head.classes.index(videos.classes[place])
-        labels = everything[label].expand(len(frames))
-        sums += torch.tensor(eval_linear.accuracy(logits, labels, everything)).to(sums)
+        labels = all_classes[label].expand(len(frames))
+        sums += torch.tensor(eval_linear.accuracy(logits, labels, all_classes)).to(sums)
     if ranks > 1:
         torch.distributed.all_reduce(sums)
     return (sums / len(videos)).tolist()
@@ -140,7 +140,7 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
     return folders
 
 def load_head(args: Namespace, encoder: ser.ViT, device: torch.device) -> Namespace:
-    """The head that eval_linear.py trained on this encoder; exits with one sentence without it."""
+    """The weight, bias, classes, blocks that head.pt holds; exits if it is of another encoder."""
     path = Path(args.head or Path(args.checkpoint).with_name("head.pt"))
     head = torch.load(path, device, weights_only=True) if path.exists() else {}
     if head.get("encoder") != eval_linear.fingerprint(encoder):
@@ -151,7 +151,7 @@ def uncropped(encoder: ser.ViT) -> v2.Transform:
     """Images at the encoder's size. C and P are centre crops already: to enlarge and cut them, as
     the images of val, would change every result."""
     side = encoder.grid * encoder.patch_size
-    return v2.Resize((side, side), antialias=True)
+    return v2.Resize((side, side))
 
 def columns(kind: str, results: dict, top5: bool) -> Tensor:
     """Top-1 or top-5 in the paper's columns; nan for what is missing."""
@@ -186,9 +186,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--head", default="", help="of eval_linear.py; none: head.pt beside the checkpoint")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="folder, also one that `make` wrote")
-    add("--imagenet-p", "--p", dest="p", default="", help="folder (torchrun refuses --p)")
-    add("--batch-size", type=int, default=1024, help="images per pass, over all ranks")
+    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
+    add("--imagenet-p", "--p", dest="p", default="", help="its folder")
+    add("--batch-size", type=int, default=1024, help="images of C per pass, over all ranks")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     args = parser.parse_args(argv)
     args.data = args.c or args.p     # eval_linear.load asks for it
@@ -206,14 +206,15 @@ def main(argv: list[str] | None = None) -> None:
     encoder.to(device)
     for kind, sets in folders.items():
         score = score_images if kind == "C" else score_videos
-        results = {name: score(encoder, head, folder, args) for name, folder in sets.items()}
-        if ser.ranks_and_rank()[1] == 0:
-            classes = len(head.classes)
-            print(table(kind, results, classes))
-            for name, (top1, top5) in results.items():
-                values = {"linear top-1 %": top1, "linear top-5 %": top5}
-                rows = eval_linear.make_rows(values, f"{kind}/{name}", classes, encoder.depth)
+        results = {}
+        for name, folder in sets.items():     # each is written at once: ten of P take hours
+            results[name] = score(encoder, head, folder, args)
+            values = dict(zip(("linear top-1 %", "linear top-5 %"), results[name]))
+            rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
+            if ser.ranks_and_rank()[1] == 0:
                 write(path, rows, args, state["step"])
+        if ser.ranks_and_rank()[1] == 0:
+            print(table(kind, results, len(head.classes)))
 
 if __name__ == "__main__":
     main()

@@ -3,10 +3,11 @@
     python -m paper.evaluations.transformations --data /imagenet --checkpoint runs/main/last.pt
     python -m paper.evaluations.transformations     # runs/ser/last.pt, on synthetic images
 
-A probe sees the features of an image x and of g x, and says which g it was: a turn by 0, 90, 180 or
-270 degrees; or nothing, or the horizontal flip. Where g does nothing, the two halves of a pair are
-equal bit for bit, so that the flip probe has only to see that something changed. The paper predicts
-"rotation/flip labels, following Garrido et al."; it names neither pairs, token, probe nor images.
+A probe sees the features of an image x and of g x. There are two tasks: by which of four turns was
+x moved, and was it flipped? Where g does nothing, the two halves of a pair are equal bit for bit,
+so that the flip probe has only to see that something changed. The paper predicts "rotation/flip
+labels, following Garrido et al.", and does not say from which images, pairs or tokens, nor by which
+probe: compare our encoders with one another, not with the paper's rows.
 Results are added to transformations.json beside the checkpoint, or in --out.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
@@ -31,7 +32,7 @@ PAPER = {"rotation": """\
   paper, MoCo-v3 + STL             62.91   82.09   88.83   97.22   83.27
   paper, MoCo-v3 + SER             63.02   78.68   92.87   96.59   75.95"""}
 
-def settings(argv=None) -> Namespace:
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -39,7 +40,6 @@ def settings(argv=None) -> Namespace:
     add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--layers", type=int, nargs="+", default=PAPER_LAYERS, help="blocks, of those that it has")
-    # Choice: so many images, and 10 epochs of the probe, where Garrido et al. have 50 of all.
     add("--images", type=int, default=20000, help="of train, spread over it; half as many of val")
     add("--seed", type=int, default=0, help="seed of the probes and their order")
     add("--workers", type=int, default=8, help="loader processes")
@@ -72,20 +72,18 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     still = z[:, :1].expand_as(moved)
     x = torch.cat([still, moved], dim=2).flatten(0, 1)
     y = torch.arange(len(versions), device=x.device).repeat(len(z))
-    own = len(versions) * len(train)     # rows of train, in front of those of test
+    n_train = len(versions) * len(train)     # rows of train, in front of those of test
     torch.manual_seed(seed)
-    # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3.
-    mlp = nn.Sequential(
-        nn.Linear(x.shape[1], 1024), nn.ReLU(),
-        nn.Linear(1024, 1024), nn.ReLU(),
-        nn.Linear(1024, len(versions))).to(x.device)
+    # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3; 10 epochs
+    # of some images, where they have 50 epochs (300 in their README) of all.
+    mlp = eval_linear.Heads(1, x.shape[1], len(versions), mlp=True)[0].to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
     for _ in range(10):
-        for rows in torch.randperm(own).split(256):
+        for rows in torch.randperm(n_train).split(256):
             optimizer.zero_grad()
             nn.functional.cross_entropy(mlp(x[rows]), y[rows]).backward()
             optimizer.step()
-    return 100 * (mlp(x[own:]).argmax(1) == y[own:]).float().mean().item()
+    return 100 * (mlp(x[n_train:]).argmax(1) == y[n_train:]).float().mean().item()
 
 def predict(args: Namespace) -> None:
     """Measure a checkpoint, and the random weights it began with; print and write the result."""
@@ -94,10 +92,10 @@ def predict(args: Namespace) -> None:
     run = Namespace(**state["settings"])
     layers = [layer for layer in args.layers if layer <= run.depth]
     _, sets = eval_linear.load_sets(Namespace(data=args.data, val="", test=[]), run.image_size)
-    for name, most in (("train", args.images), ("val", args.images // 2)):
-        last = len(sets[name]) - 1
+    for split, most in (("train", args.images), ("val", args.images // 2)):
+        last = len(sets[split]) - 1
         places = torch.linspace(0, last, min(most, last + 1)).long()
-        sets[name] = Subset(sets[name], places.tolist())
+        sets[split] = Subset(sets[split], places.tolist())
     features = {}
     for name, encoder in (("untrained", ser.new_encoder(run)), ("trained", trained)):
         encoder.to(ser.setup())

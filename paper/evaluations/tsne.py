@@ -4,12 +4,12 @@ r"""t-SNE of 20 random classes (the paper's A.6 figures), with numbers beside th
     python -m paper.evaluations.tsne --data /imagenet-c/blur/defocus_blur/3 --ready \
         --checkpoint runs/{moco,main}/last.pt
 
-The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for
-MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for several classes", without a
-number. We measure the features themselves, over ten samples of 20 classes: the silhouette (cosine;
-1: classes far apart, 0: they overlap), and the 20-NN purity, the share of an image's 20 nearest
-that are of its class (chance: 1 / 20). Results are added to tsne.json, and a picture of the first
-sample is written, beside the first checkpoint or in --out. Axes: n images, width D.
+The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur (of
+which severity?), for MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for
+several classes", without a number. We measure the features themselves, over ten samples of 20
+classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the 20-NN purity, the
+share of an image's 20 nearest that are of its class (chance: 1 / 20). Results are added to
+tsne.json, and a picture of the first sample is written, beside the first checkpoint or in --out.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
@@ -31,16 +31,15 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--label", nargs="+", help="their names; none: their paths")
     add("--out", default="", help="folder of the results; none: that of the first checkpoint")
     add("--ready", action="store_true", help="the images are cropped already, as ImageNet-C's")
-    add("--classes", type=int, default=20, help="classes of a sample (paper: 20), all their images")
+    add("--classes", type=int, default=20, help="classes of a sample, with all images (paper: 20)")
     add("--batch-size", type=int, default=256, help="images per pass of the encoder")
     add("--seed", type=int, default=0, help="of the samples and of t-SNE")
     add("--workers", type=int, default=8, help="loader processes")
     return parser.parse_args(argv)
 
 def load_encoders(args: Namespace, results: str) -> tuple:
-    """(label, step, encoder) of the checkpoints, in front one with the random weights that the
-    first run began with; the settings of all runs; the path of the file `results`."""
-    one_process()
+    """Load the checkpoints. Returns (label, step, encoder) of each, led by the untrained encoder of
+    the first run; the settings of the runs; and the path of the file `results`."""
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     encoders = []
     runs = []
@@ -53,7 +52,7 @@ def load_encoders(args: Namespace, results: str) -> tuple:
     return [("untrained", 0, untrained), *encoders], runs, path
 
 def sample_classes(labels: Tensor, classes: int, *seed: object) -> Tensor:
-    """The rows of all images of so many classes, which the seed samples."""
+    """The rows of all images of so many random classes."""
     present = labels.unique()
     order = torch.randperm(len(present), generator=ser.rng("t-SNE", *seed))
     return torch.isin(labels, present[order[:classes]]).nonzero().flatten()
@@ -72,6 +71,7 @@ def compare(args: Namespace) -> None:
     """Encode, measure and plot; print and write the result."""
     from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
+    one_process()
     encoders, _, path = load_encoders(args, "tsne.json")
     figure = Figure(figsize=(5 * len(encoders) + 1, 5.4), layout="constrained")
     for panel, (label, step, encoder) in zip(figure.subplots(1, len(encoders)), encoders):
@@ -96,7 +96,7 @@ def compare(args: Namespace) -> None:
         shown, colours = classes[samples[0]].unique(return_inverse=True)
         dots = panel.scatter(x, y, s=6, c=colours, cmap="tab20")
         panel.set(xticks=[], yticks=[], title=f"{label}\n{title}")
-    handles, _ = dots.legend_elements(num=None)
+    handles, _ = dots.legend_elements(num=None)     # the same in all panels
     figure.legend(handles, [data.classes[one] for one in shown], loc="outside right")
     figure.savefig(picture(path, args))
     print(f"mean ± standard deviation of ten samples; {picture(path, args)}")

@@ -1,12 +1,13 @@
-"""Encoders to and from timm, from MoCo-v3's own checkpoints, and without what only training needs.
+"""Encoders to and from timm, from MoCo-v3's own checkpoints, and encoders alone.
 
     python -m paper.experiments.convert --from-timm vit_small.pth runs/given/last.pt
     python -m paper.experiments.convert --to-timm runs/moco/last.pt moco_timm.pth
     python -m paper.experiments.convert --encoder-only runs/main/last.pt encoder.pt
 
---from-timm takes the weights of a plain ViT of timm's (DeiT's, DINO's) or moco-v3's checkpoint, of
-which it keeps the base encoder. Evaluations read its file; no training begins from it. --to-timm is
-for runs with --cls-layer 0: their ViT computes what timm's does. --encoder-only: 87 MB of a ViT-S.
+--from-timm takes the weights of a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which are for
+images normalised otherwise) or moco-v3's checkpoint, of which it keeps the base encoder.
+Evaluations read its file; no training begins from it. --to-timm is for runs with --cls-layer 0:
+their ViT computes what timm's does. --encoder-only keeps what evaluations read: 87 MB of a ViT-S.
 """
 import math
 import sys
@@ -40,7 +41,7 @@ def from_timm(checkpoint: dict, heads: int) -> dict:
     if not heads:
         sys.exit(f"--heads: how many attention heads have {depth} blocks of width {dim}?")
     shape = dict(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth, heads=heads)
-    args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))
+    args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))     # else, ser.py's defaults
     args.data = "images of another program"            # hence evaluations ask for --data
     ser.new_encoder(args).load_state_dict(weights)     # raises for what is no plain ViT
     return dict(step=0, settings=vars(args), encoder=weights)

@@ -3,7 +3,7 @@
     python -m paper.experiments.curves runs/main
     python -m paper.experiments.curves runs/moco runs/main --out curves.png
 
-Each run has a colour. The picture is made of its log.jsonl, where "inv" is the base method's loss
+Each run has a colour. The picture shows its log.jsonl, where "inv" is the base method's loss
 and "equiv" the loss of SER or of another add-on. A run prints at its start what both are at chance:
 a loss that stays there learns nothing.
 """
@@ -30,7 +30,7 @@ def plot(figure: Any, runs: Sequence[str]) -> None:
             log = {step: record[key] for step, record in records(run).items() if key in record}
             axes.plot(list(log), list(log.values()), color=f"C{number}", label=run)
         axes.set(xlabel="step", title=key)
-    figure.legend(handles=axes.lines, loc="outside lower center")
+    figure.legend(handles=figure.axes[0].lines, loc="outside lower center")
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line."""

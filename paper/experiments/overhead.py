@@ -8,12 +8,12 @@ Trained parameters, and multiply-adds (MACs) of an image's forward passes:
 
     paper    MoCo-v3 42.9 M, 18.48 G      SER 43.4 M, 18.63 G (1.008x)
              AugSelf 43.7 M    EquiMod 43.3 M    STL 62.2 M    E-SSL 43.3 M
-    here     MoCo-v3 42.890 M, 18.476 G   SER 43.350 M, 18.464 G (0.9994x), by its count 18.630 G
+    here     MoCo-v3 42.890 M, 18.476 G   SER 43.350 M, 18.464 G (0.9994x), as in the paper 18.630 G
              AugSelf 44.209 M  EquiMod 43.271 M  STL 62.176 M  E-SSL 43.288 M
 
 The paper's caption says "forward and backward", but 18.48 G are the forward passes of two views, by
-the online and the momentum branch. In its 18.63 G each of 8 GPUs computes L_equiv of all anchors,
-in both directions. A GPU of ser.py computes that of its own anchors in one direction; this costs
+the online and the momentum branch; and 18.63 G result if each of 8 GPUs computes L_equiv of all
+anchors, in both directions. A GPU of ser.py computes that of its own anchors in one direction, for
 less than the late [CLS] saves. Flags of ser.py, such as --bf16, go on to `step` and `methods`.
 """
 import importlib
@@ -43,7 +43,7 @@ SIDES = {"step": list(zip(("moco", "ser", "ser"), RATIOS)),
 
 def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable, Callable]:
     """(settings, build, dataset) of a method on ViT-S/16; "moco" and "ser" are ser.py's."""
-    flags = ["--data", "given", *flags]
+    flags = ["--data", "given", *flags]     # without --data, settings are the small ones
     if name in METHODS:
         module = importlib.import_module(f"paper.methods.{name}")
         return module.settings(flags), module.build, module.dataset
@@ -78,7 +78,7 @@ def count() -> dict[str, float]:
     loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
     own = counts["ser: forward MACs"]
     counts["ser: forward MACs"] = own + (projector + loss) / 256
-    counts["ser: the paper's count"] = own + (projector + 16 * loss) / 256
+    counts["ser: the paper's count"] = own + (projector + 8 * 2 * loss) / 256     # GPUs, directions
     return counts
 
 # ==== Clock =======================================================================================
