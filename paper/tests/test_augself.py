@@ -13,10 +13,8 @@ from ser import Augmentation
     (False, True, -0.45, -0.45), (True, True, 0.45, -0.45)])
 def test_the_targets_of_two_known_augmentations(flip1, flip2, forth, back):
     """Of two boxes and factors; the flip of the view that comes first mirrors both x."""
-    a = Augmentation(0.1, 0.1, 0.4, 0.3, flip1, 0.7, 1.4, 0.9, -0.05)
-    b = Augmentation(0.5, 0.4, 0.2, 0.6, flip2)
-    a = default_collate([a])
-    b = default_collate([b])
+    a = default_collate([Augmentation(0.1, 0.1, 0.4, 0.3, flip1, 0.7, 1.4, 0.9, -0.05)])
+    b = default_collate([Augmentation(0.5, 0.4, 0.2, 0.6, flip2)])
     assert_close(augself.crop_difference(a, b), torch.tensor([[-0.3, forth, 0.2, -0.3]]))
     assert_close(augself.crop_difference(b, a), torch.tensor([[0.3, back, -0.2, 0.3]]))
     assert_close(augself.color_difference(a, b), torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))

@@ -64,7 +64,9 @@ def test_another_head_and_mistyped_folders_end_the_evaluation_and_replace_nothin
     with pytest.raises(SystemExit, match="head.pt"):
         robustness.main([*line, f"{tmp_path}/c"])
     toy_head(path)
-    robustness.main([*line, f"{tmp_path}/c"])
+    (tmp_path / "c" / "fog" / "2").mkdir()     # empty: what was scored before it is written
+    with pytest.raises(FileNotFoundError):
+        robustness.main([*line, f"{tmp_path}/c"])
     results = (tmp_path / "robustness.json").read_text()
     for typo in ([f"{tmp_path}/d"], [f"{tmp_path}/c", "--p", f"{tmp_path}/d"]):
         with pytest.raises(SystemExit, match="/d"):
