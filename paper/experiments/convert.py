@@ -4,10 +4,9 @@
     python -m paper.experiments.convert --to-timm runs/moco/last.pt moco_timm.pth
     python -m paper.experiments.convert --encoder-only runs/main/last.pt encoder.pt
 
---from-timm takes the weights of a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which are for
-images normalised otherwise) or moco-v3's checkpoint, of which it keeps the base encoder.
-Evaluations read its file; no training begins from it. --to-timm is for runs with --cls-layer 0:
-their ViT computes what timm's does. --encoder-only keeps what evaluations read: 87 MB of a ViT-S.
+--from-timm takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise)
+or the base encoder of moco-v3's checkpoint. Evaluations read its file; no training begins from it.
+--to-timm is for runs with --cls-layer 0: their ViT computes what timm's does.
 """
 import math
 import sys
