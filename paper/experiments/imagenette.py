@@ -4,11 +4,10 @@
     python -m paper.experiments.imagenette --data imagenette2-160 --bf16
     python -m paper.experiments.imagenette --data imagenette2-160 --bf16 --corruptions
 
-The folder has train/CLASS/ and val/CLASS/. Six runs for each of three seeds train a ViT with 1.2 M
+The folder has train/CLASS/ and val/CLASS/. Eight runs for each of three seeds train a ViT of 1.2 M
 parameters for 20 epochs at 64 px (--bf16: for a CPU that multiplies bfloat16). Rate and crop were
-chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20 there, and
-their number, not their share r, says how many images a token of b2 is contrasted with. The control
-is SER with lambda = 0: its b2 goes into L_inv alone.
+chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20: their number,
+not their share r, says how many images a token is contrasted with. The control has lambda = 0.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control 68.82, SER 69.28. Its Table 4 moves
 L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18, while the score of rot90 at the last layer
@@ -20,7 +19,7 @@ in brackets those of the difference to the control, then to MoCo-v3, within a se
     corrupted            with --corruptions, the linear head on an ImageNet-C made of the first ten
                          val images of each class; needs imagecorruptions-imaug
 
-"untrained" is the encoder with which SER began. Writes imagenette.json and tradeoff.png in --out.
+"untrained": with the weights that SER began with. Writes imagenette.json and tradeoff.png in --out.
 Seeds can run side by side, by --seeds 0 and --seeds 1; a call with both then only evaluates again.
 """
 import json
@@ -35,21 +34,23 @@ from paper.experiments import sweep
 
 # Name of a run, the paper's number, program, flags; as in sweep.py.
 RUNS = """\
-    MoCo-v3  68.44  ser  --ratio 0 --cls-layer 0
-    control  68.82  ser  --weight 0
-    SER-0.1  -      ser  --weight 0.1
-    layer-4  68.72  ser  --weight 0.5 --equiv-layers 4 --cls-layer 4
-    layer-6  68.18  ser  --weight 0.5 --equiv-layers 6 --cls-layer 0
-    SER      69.28  ser  --weight 0.5"""
+    MoCo-v3   68.44  ser  --ratio 0 --cls-layer 0
+    control   68.82  ser  --weight 0
+    SER-0.02  -      ser  --weight 0.02
+    SER-0.1   -      ser  --weight 0.1
+    SER-0.25  -      ser  --weight 0.25
+    layer-4   68.72  ser  --weight 0.5 --equiv-layers 4 --cls-layer 4
+    layer-6   68.18  ser  --weight 0.5 --equiv-layers 6 --cls-layer 0
+    SER       69.28  ser  --weight 0.5"""
 FLAGS = """--image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --cls-layer 2
            --equiv-layers 2 --ratio 0.125 --moco-hidden 1024 --crop-min 0.2 --batch-size 128
            --epochs 20 --warmup-epochs 1 --base-lr 2e-3 --log-every 10"""
 EVALUATIONS = ("--cache --equivariance", "--cache --equivariance --mlp")
 NAMES = [line.split()[0] for line in RUNS.splitlines()]
 BLOCKS = {"layer-4": 4, "layer-6": 6}     # that have L_equiv; 2 in all other runs
-LABELS = {"SER-0.1": "SER, lambda .1", "SER": "SER, lambda .5", "layer-4": "SER .5, block 4",
-          "layer-6": "SER .5, block 6"}
-CHAINS = {"along lambda": ("control", "SER-0.1", "SER"),
+LABELS = {"SER-0.02": "SER, lambda .02", "SER-0.1": "SER, lambda .1", "SER-0.25": "SER, lambda .25",
+          "SER": "SER, lambda .5", "layer-4": "SER .5, block 4", "layer-6": "SER .5, block 6"}
+CHAINS = {"along lambda": ("control", "SER-0.02", "SER-0.1", "SER-0.25", "SER"),
           "along the block of L_equiv": ("SER", "layer-4", "layer-6")}
 
 def corrupted(args: Namespace) -> list[dict]:
@@ -73,21 +74,21 @@ def corrupted(args: Namespace) -> list[dict]:
     return rows
 
 def plot(figure: Any, rows: list[dict]) -> None:
-    """The trade-off: linear accuracy against retrieval of turns, a dot for each run, and lines that
-    join the means along lambda and along the block of L_equiv. Left, retrieval is after the block
-    that has L_equiv (2 for MoCo-v3 and control), right, after the last block."""
+    """The trade-off: accuracy against retrieval of turns, a dot for each run, and lines that join
+    the means along lambda and along the block of L_equiv. Left, linear, and retrieval after the
+    block that has L_equiv (2 for MoCo-v3 and control); right, 20-NN, and after the last block."""
     results = {}     # (run, measure, block) -> seed -> value
     for row in rows:
         key = (row["run"], row["measure"], row["block"])
         if row["set"] == "val":
             results.setdefault(key, {})[row["seed"]] = row["value"]
-    places = ("the block of L_equiv", "block 6, the last")
-    for axes, place in zip(figure.subplots(1, 2, sharey=True), places):
+    places = {"linear top-1 %": "the block of L_equiv", "20-NN top-1 %": "block 6, the last"}
+    for axes, (measure, place) in zip(figure.subplots(1, 2), places.items()):
         means = {}
         for run in NAMES:
-            block = 6 if place == places[1] else BLOCKS.get(run, 2)
+            block = BLOCKS.get(run, 2) if measure == "linear top-1 %" else 6
             turns = results[run, "rot90 retrieval", block]
-            top1 = results[run, "linear top-1 %", 6]
+            top1 = results[run, measure, 6]
             x = [turns[seed] for seed in top1]
             y = list(top1.values())
             marker = {"MoCo-v3": "*", "control": "s"}.get(run, "o")
@@ -96,7 +97,7 @@ def plot(figure: Any, rows: list[dict]) -> None:
         for (label, chain), style in zip(CHAINS.items(), ("-", ":")):
             x, y = zip(*[means[run] for run in chain])
             axes.plot(x, y, style, color="gray", zorder=0, label=label)
-        axes.set(xlabel=f"retrieval of turns after {place}", ylabel="linear top-1 %")
+        axes.set(xlabel=f"retrieval of turns after {place}", ylabel=measure)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right")
 
 def settings(argv: list[str] | None = None) -> Namespace:
