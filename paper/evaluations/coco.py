@@ -53,7 +53,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return parser.parse_args(argv)
 
 # ==== Detector ====================================================================================
-# A plain ViT has one map, and objects come in all sizes: hence five maps, by trained layers.
+# A plain ViT has one map, and objects come in all sizes: hence five, four by trained layers.
 class Pyramid(nn.Module):
     """ViTDet's simple feature pyramid on a frozen encoder: images (B, 3, h, w) -> five maps of C
     channels at 4, 2, 1, 1/2 and 1/4 of the resolution of the token grid."""
@@ -74,8 +74,8 @@ class Pyramid(nn.Module):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         last = self.encoder.depth
-        # bf16 ends here: torchvision computes boxes in the type of the heads' outputs, and bf16
-        # places a box at 800 pixels in steps of 4.
+        # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
+        # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
         with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
             # training, tokens attend to the padding between an image and the batch's largest.
@@ -88,7 +88,7 @@ class Pyramid(nn.Module):
 def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
     images in [0, 1] of any size, and normalises them. The encoder's patch size must be a power of
-    two: torchvision rounds the scale of a map to one."""
+    two, as torchvision rounds the scales of maps to powers of two."""
     torch.manual_seed(args.seed)
     # Choice: as usual, anchors of 32 to 512 pixels, for patches of 16, and no side above 1333.
     sides = [(2 * encoder.patch_size * 2 ** level,) for level in range(5)]
@@ -130,7 +130,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None
     """Train all but the encoder. If there is a checkpoint at `path`, training goes on from it."""
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
-    # Choice: ViTDet's AdamW, whose weight decay is that of norms and biases, too.
+    # Choice: AdamW with ViTDet's rate and decay; here norms and biases decay, too.
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
     encoder = eval_linear.fingerprint(model.backbone.encoder)

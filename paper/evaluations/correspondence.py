@@ -1,10 +1,10 @@
 """What SER does, seen: tokens of a photograph, joined to their nearest tokens in a moved copy.
 
-Ours. Is the token of rho_g(x) that is most like a token of x where g moves it? Green: yes, red: no.
+Ours. Is the token of rho_g(x) that is most similar to a token of x at its new place? Green: yes.
 
     python -m paper.evaluations.correspondence --data FOLDER --checkpoint runs/{moco,main}/last.pt
 
-Prints the share of such tokens over 64 images, adds it to correspondence.json, and plots two.
+Prints the share of yes over 64 images, adds it to correspondence.json, and plots two of them.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 
@@ -51,8 +51,8 @@ def destination(g: ser.Geometry, places: Tensor) -> Tensor:
 
 @torch.no_grad()
 def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple:
-    """The moved copy of an image (3, S, S) in [0, 1]; for N tokens, their places and those of the
-    copy's most similar tokens (N, 2, 2), and whether rho_g brings them there (N,)."""
+    """The moved copy of an image (3, S, S) in [0, 1]; the places of N tokens and of their most
+    similar tokens in the copy (N, 2, 2), and whether rho_g brings the first to the second (N,)."""
     copy = ser.rho(g, image[None], encoder.patch_size)
     still = encoder(ser.normalise(image[None]), [layer]).maps[layer]
     moved = encoder(ser.normalise(copy), [layer]).maps[layer]
@@ -95,7 +95,7 @@ def compare(args: Namespace) -> None:
         images = [centre_crop(ser.read_image(photos[i])) / 255 for i in spread]
         for name in ser.ELEMENTS:
             elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
-            results = [match(encoder, *pair, args.layer) for pair in zip(images, elements)]
+            results = [match(encoder, x, g, args.layer) for x, g in zip(images, elements)]
             share = 100 * torch.stack([right for _, _, right in results]).float().mean().item()
             values = {f"{name} right %": share}
             rows = eval_linear.make_rows(values, args.data, None, args.layer)

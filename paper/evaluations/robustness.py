@@ -75,8 +75,8 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
     """Write a C of data/CLASS/..., or of the first `per_class` images of each class; it is renamed
-    to `folder` when it is complete. Its results compare with one another alone: the package is not
-    the original code (blur, snow and frost differ), and the resize before it is bicubic."""
+    to `folder` when it is complete. Its results compare with one another alone: imagecorruptions is
+    not the original code (blur, snow and frost differ), and the resize before it is bicubic."""
     import numpy
     from imagecorruptions import corrupt
     unfinished = Path(f"{folder}-unfinished")
@@ -109,7 +109,7 @@ def read_video(path: str) -> Tensor:
 
 def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespace) -> list[float]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
-    over videos of the mean over their frames (Choice: over all). Ranks share the videos."""
+    over videos of the mean over their frames (Choice: of all frames). Ranks share the videos."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
     own = Subset(videos, range(rank, len(videos), ranks))
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     for kind, sets in folders.items():
         score = score_images if kind == "C" else score_videos
         results = {}
-        for name, folder in sets.items():     # each is written at once: ten of P take hours
+        for name, folder in sets.items():     # written as soon as scored: ten of P take hours
             results[name] = score(encoder, head, folder, args)
             values = dict(zip(("linear top-1 %", "linear top-5 %"), results[name]))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)

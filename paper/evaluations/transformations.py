@@ -22,7 +22,7 @@ import eval_linear
 import ser
 from paper.evaluations import one_process, write
 
-TASKS = {"rotation": [0, 1, 2, 3], "flip": [0, 4]}     # the versions that a probe tells apart
+TASKS = {"rotation": [0, 1, 2, 3], "flip": [0, 4]}     # versions: 0 to 3 quarter turns; 4, the flip
 PAPER_LAYERS = [1, 3, 6, 9, 12]
 PAPER = {"rotation": """\
   paper, MoCo-v3 + AugSelf         81.55   96.71   99.71   99.13   68.74
@@ -67,7 +67,7 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     `versions` from each other."""
     std = train.std((0, 1)).clamp_min(1e-6)
     z = (torch.cat([train, test]) - train.mean((0, 1))) / std
-    # Choice: a pair. 97% for the flip of one photograph is out of reach: few look wrong mirrored.
+    # Choice: a pair, as one photograph rarely tells that it is mirrored; the paper has 97%.
     moved = z[:, versions]                                                        # (n + m, A, D)
     still = z[:, :1].expand_as(moved)
     x = torch.cat([still, moved], dim=2).flatten(0, 1)

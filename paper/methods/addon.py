@@ -1,7 +1,7 @@
 """What the paper's equivariant baselines share: AugSelf, EquiMod, STL and E-SSL (Table 1).
 
 Each of them adds a loss of its own to MoCo-v3, where SER adds L_equiv. They are trained by
-ser.train: their checkpoints and logs are those of ser.py, for eval_linear.py. There is no b2.
+ser.train, so eval_linear.py reads their checkpoints as those of ser.py. There is no b2.
 
     f_v   = LN([CLS] of view v after block l); by default l = 12: f_v is the encoder's output
     L_inv = MoCo-v3's loss on the final [CLS] of views 1 and 2
@@ -20,7 +20,7 @@ import ser
 from ser import View, ViewSettings
 
 PLAIN = dict(ratio=0.0, cls_layer=0)     # [CLS] enters at the input, so that block 3 has one
-SMALL = ser.SMALL | PLAIN | dict(layer=4)     # the defaults for synthetic images: all four blocks
+SMALL = ser.SMALL | PLAIN | dict(layer=4)     # for synthetic images; 4: the last block
 
 def set_helps(parser: ArgumentParser, **helps: str) -> None:
     """Replace the help of some flags; SUPPRESS hides one that a method accepts and ignores."""

@@ -21,11 +21,12 @@ saturation, which changes by up to 0.4 there, and 0.2 here. `--crop-min 0.2` giv
 AugSelf's own code.
 
 AugSelf's own paper has ResNets. With MoCo-v2, its f_2 comes from the momentum branch and carries no
-gradient; here both features are online, as in its SimSiam version and in the release. The 43.7 M of
-Table 1 are with one head that the release does not train; the two heads that it trains make 44.2 M.
-The release's script has weight 0.5 at layer 12. At layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and
-does not say which of them gave 68.23. It also has a version that turns the views and predicts the
-turn in place of crop and color, with weights from 0.05 to 3.
+gradient; here both features are online, as in its SimSiam version and in the release. For AugSelf,
+the release is its branch augself, 0bcab6c, whose two heads make 44.2 M; the 43.7 M are those of one
+head that dbe5e93 builds and does not train. The branch's script has weight 0.5 at layer 12. At
+layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and does not say which of them gave 68.23. It also has a
+version that turns the views and predicts the turn in place of crop and color, with weights from
+0.05 to 3.
 """
 from argparse import SUPPRESS, Namespace
 from typing import Sequence

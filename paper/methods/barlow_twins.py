@@ -30,14 +30,14 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.set_defaults(out="runs/barlow", weight=0.5, base_lr=1e-4, weight_decay=0.1)
     addon.set_helps(parser, moco_hidden=SUPPRESS, base_lr="rate at batch 256 (release: 1e-4)")
     add = parser.add_argument
-    add("--hidden", type=int, default=8192, help="K, width of the projector (authors: 8192)")
+    add("--hidden", type=int, default=8192, help="K, all widths of the projector (authors: 8192)")
     add("--off-diagonal", type=float, default=0.0051, help="w of Eq. 1 (authors: 0.0051)")
     small = dict(out="runs/barlow-small", hidden=512, base_lr=1e-3, off_diagonal=0.02)
     return ser.parse(argv, parser, ser.SMALL | small)
 
 def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """ser.py's, with a hook before each step. As in the release, the rate ends at 1e-3 of its peak,
-    and the gradient of each parameter, of a loss without 1 / K, is clipped at 0.3."""
+    and each parameter's gradient is clipped at 0.3, here that of K (L_inv + lambda L_equiv)."""
     adamw = ser.adamw(model, args)
     end = 1e-3 * args.base_lr * args.batch_size / 256
 
@@ -45,7 +45,7 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
         for group in adamw.param_groups:
             group["lr"] = dino.learning_rate(args, model.base.progress * args.epochs, end)
             for p in group["params"]:
-                p.grad.mul_(args.hidden)     # Choice: in the release, it is R times smaller
+                p.grad.mul_(args.hidden)     # in the release, that of L_inv is R times smaller
                 nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(prepare)

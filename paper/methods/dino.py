@@ -95,11 +95,11 @@ def optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 def add_stochastic_depth(block: ser.Block, drop: float) -> None:
     """Huang et al. 2016: in training, each branch, attention and MLP, is left out for an image with
     probability `drop`; for the other images it is divided by 1 - drop, which keeps the mean."""
-    def drop_images(layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
+    def drop_branch(layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
         return stochastic_depth(branch, drop, "row", layer.training)
 
-    block.attn["proj"].register_forward_hook(drop_images)     # here a branch ends
-    block.mlp["fc2"].register_forward_hook(drop_images)
+    block.attn["proj"].register_forward_hook(drop_branch)     # here a branch ends
+    block.mlp["fc2"].register_forward_hook(drop_branch)
 
 class Head(nn.Module):
     """(B, D) -> (B, K): three linear layers with GELU between them, L2 normalisation, and a linear
@@ -155,8 +155,8 @@ class DINO(nn.Module):
 
     @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Move the teacher towards the student, and set tau_t. Algorithm 1 moves the teacher after
-        a step. Here it moves before the next one, with the momentum of that next step."""
+        """Move the teacher towards the student, and set tau_t. DINO's Algorithm 1 moves the teacher
+        after a step. Here it moves before the next one, with the momentum of that next step."""
         self.progress = progress     # for the schedules of the optimizer
         momentum = half_cosine(self.args.momentum, 1.0, progress)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
@@ -169,8 +169,8 @@ class DINO(nn.Module):
         self.tau_t = first + rise * (self.args.teacher_temp - first)
 
     def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
-        """Algorithm 1: L_inv, a scalar. cls: the student's [CLS] (B, D) of each of the two views;
-        the teacher encodes their images here."""
+        """DINO's Algorithm 1: L_inv, a scalar. cls: the student's [CLS] (B, D) of each view; the
+        teacher encodes their images here."""
         s1 = self.head(cls[0])                                   # (B, K), and so are s2, t1, t2
         s2 = self.head(cls[1])
         with torch.no_grad():

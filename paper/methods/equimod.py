@@ -18,9 +18,7 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/equimod/last.pt
 
 EquiMod's own paper has SimCLR and BYOL, a ResNet-50, and a projector of width 2048. There, the
-negatives of y are all other y and yhat; here they are the other yhat only, as in the release. Yet
-weight 1 means about the same: the gradient of L_eq has 0.77 times the norm of that of L_inv, in
-EquiMod 0.74 times (random embeddings of 256 images, with a cosine of 0.8 within each pair).
+negatives of y are all other y and yhat; here they are the other yhat only, as in the release.
 """
 from argparse import Namespace
 from typing import Sequence
@@ -78,14 +76,13 @@ class EquiMod(addon.AddOn):
         p = self.heads["action"](values.to(y.device))                                   # (2B, 128)
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))                 # (2B, 128)
-        # Choice: keys carry gradient, as in EquiMod; in the release, they do not. EquiMod detaches
-        # keys of other ranks, but multiplies by R: there, too, R ranks equal one process.
+        # Choice: keys carry gradient, as in EquiMod; in the release, they do not.
         forth = info_nce(y, predicted, self.temperature)
         back = info_nce(predicted, y, self.temperature)
         return (forth + back) / 2
 
 class WithPlain(ser.Dataset):
-    """The views of T, then the plain image, which is neither flipped nor jittered."""
+    """The views of T, then the plain image: a centre crop, neither flipped nor jittered."""
     def __getitem__(self, key: tuple) -> list:
         image = self.source[key[1]]
         if isinstance(image, str):

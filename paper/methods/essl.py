@@ -36,7 +36,7 @@ from ser import View, ViewSettings
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line. The small crop is E-SSL's."""
-    # Choice: weight 1, the default of the release, which publishes no command.
+    # Choice: weight 1, the default of the release, which publishes no command for E-SSL.
     parser = addon.arguments("essl", weight=1.0)
     parser.add_argument("--local-size", type=int, default=96, help="side of the small crop, pixels")
     parser.add_argument("--local-area", type=float, nargs=2, default=[0.05, 0.14],
@@ -49,10 +49,10 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 def turned(views: Sequence[View]) -> list[View]:
-    """Views 1 and 2, and all small crops after 0, then after 1, 2 and 3 quarter turns, 4B rows."""
+    """Views 1 and 2; then all small crops after 0, 1, 2 and 3 quarter turns, B rows of each."""
     *two, small = views
-    turns = [torch.rot90(small.b1, k, (2, 3)) for k in range(4)]
-    return two + [small._replace(b1=torch.cat(turns))]
+    crops = [torch.rot90(small.b1, k, (2, 3)) for k in range(4)]
+    return two + [small._replace(b1=torch.cat(crops))]
 
 class ESSL(addon.AddOn):
     """A base method on two views, and a head that says how often a small crop was turned."""

@@ -62,7 +62,7 @@ class MultiCrop(ser.MoCoV3):
         return loss
 
     def chance(self, batch: int) -> float:
-        """L_inv where all images look alike."""
+        """L_inv if all embeddings are equal."""
         return 10 * 2 * self.temperature * math.log(batch)
 
 def build(args: Namespace) -> ser.SER:

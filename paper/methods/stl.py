@@ -5,8 +5,8 @@
     + STL        62.2  65.49 / 85.91  15.40 / 28.96  55.43 / 78.02  17.22 / 28.49  -
     The paper does not decouple STL; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
-    Images 2i and 2i + 1 are partners: they share crop, colour jitter and grayscale of view 1, and
-    also those of view 2. `read`, `hyper`, `embed` and `embed_code` are networks.
+    Images 2i and 2i + 1 are partners: in each view, both have the same crop, colour jitter and
+    grayscale. `read`, `hyper`, `embed` and `embed_code` are networks.
 
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
     yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1               W(t) = hyper(t), D x D
@@ -65,8 +65,8 @@ class Pairs(ser.Dataset):
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 temperature ln(R n) at chance."""
-    # Choice: keys are detached, as in the release. If they had a gradient, that of L_eq would be
-    # twice as large beside that of L_inv as in STL's own code.
+    # Choice: keys are detached, as in the release. Keys of MoCo-v3's L_inv have no gradient either:
+    # with one here, L_eq would weigh twice as much beside L_inv as in STL's own code.
     return info_nce(a, b.detach(), temperature) + info_nce(b, a.detach(), temperature)
 
 class STL(addon.AddOn):
