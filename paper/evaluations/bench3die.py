@@ -7,7 +7,6 @@
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data of Garrido et
 al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each of 52,472
 objects. val_images.npy lists those to validate on, as "/SYNSET/OBJECT/"; all others are trained on.
-Results are added to bench3die.json beside the checkpoint, or in --out.
 
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
 the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags

@@ -3,9 +3,9 @@
     python -m paper.evaluations.coco --data /coco --checkpoint runs/main/last.pt
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. /coco is COCO 2017 as
-it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Results are
-added to coco.json beside the checkpoint, or in --out. Every 500 steps (--save-every) the losses of
-that step are added to coco.jsonl, and coco.pt is saved: the same command resumes from it.
+it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Every 500
+steps (--save-every), losses are added to coco.jsonl, and coco.pt is saved: the same command resumes
+from it.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
@@ -42,7 +42,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--data", required=True, help="folder of COCO 2017: annotations, train2017, val2017")
     add("--checkpoint", required=True, help="last.pt of a run of any method")
-    add("--out", default="", help="folder of the results; none: that of the checkpoint")
+    add("--out", default="", help="folder of coco.json; none: that of the checkpoint")
     add("--iterations", type=int, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=int, default=32, help="images per step, over all ranks (paper: 32)")
     add("--base-lr", type=float, default=1e-4, help="learning rate, for any batch (ViTDet: for 64)")

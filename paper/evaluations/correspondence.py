@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 import eval_linear
 import ser
-from paper.evaluations import one_process, picture, write
+from paper.evaluations import picture, write
 from paper.evaluations.tsne import load_encoders
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -32,8 +32,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
     """The element for image `index`: a turn by 90 to 270 degrees, a flip, a scaling (also by 1)."""
     g = ser.sample_geometry(1, grid, [name], ser.rng(name, index))
-    turns = 1 + index % 3 if name == "rot90" else 0
-    return ser.Geometry(torch.tensor([name == "hflip"]), torch.tensor([turns]), g.grid)
+    flip = torch.tensor([name == "hflip"])
+    turns = torch.tensor([1 + index % 3]) * (name == "rot90")
+    return ser.Geometry(flip, turns, g.grid)
 
 def centres(grid: tuple) -> Tensor:
     """The centres of the tokens of a grid, (N, 2): row and column, shares of height and width."""
@@ -82,7 +83,6 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
 def compare(args: Namespace) -> None:
     """Measure; plot the turns of two images, a column for each encoder; print and write."""
     from matplotlib.figure import Figure
-    one_process()
     encoders, runs, path = load_encoders(args, "correspondence.json")
     layers = [layer for run in runs for layer in run["equiv_layers"]]
     if args.layer is None:
@@ -96,7 +96,8 @@ def compare(args: Namespace) -> None:
         for name in ser.ELEMENTS:
             elements = [sample_element(name, index, encoder.grid) for index in range(len(images))]
             results = [match(encoder, x, g, args.layer) for x, g in zip(images, elements)]
-            share = 100 * torch.stack([right for _, _, right in results]).float().mean().item()
+            right = torch.stack([found for _, _, found in results])
+            share = 100 * right.float().mean().item()
             values = {f"{name} right %": share}
             rows = eval_linear.make_rows(values, args.data, None, args.layer)
             write(path, rows, args, step, label)

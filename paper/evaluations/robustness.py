@@ -18,8 +18,7 @@ The paper's means over the columns, top-1 / top-5 in percent; the other methods 
     P    63.91/84.67  63.58/84.69  61.85/83.30  65.13/85.69  64.44/85.66  66.58/87.01  68.00/87.41
     P, top-1: DINO 62.27, with SER 62.92; Barlow Twins 54.77, with SER 58.89
 
-Results are added to robustness.json beside the checkpoint, or in --out. For images that have no C,
-such as imagenette's, `make` writes one; paper/experiments/imagenette.py calls it.
+For images that have no C, such as imagenette's, `make` writes one (experiments/imagenette.py).
 """
 import shutil
 import sys
@@ -185,7 +184,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--head", default="", help="of eval_linear.py; none: head.pt beside the checkpoint")
-    add("--out", default="", help="folder of the results; none: that of the checkpoint")
+    add("--out", default="", help="folder of robustness.json; none: that of the checkpoint")
     add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
     add("--imagenet-p", "--p", dest="p", default="", help="its folder")
     add("--batch-size", type=int, default=1024, help="images of C per pass, over all ranks")

@@ -8,7 +8,6 @@ x moved, and was it flipped? Where g does nothing, the two halves of a pair are 
 so that the flip probe has only to see that something changed. The paper predicts "rotation/flip
 labels, following Garrido et al.", and does not say from which images, pairs or tokens, nor by which
 probe: compare our encoders with one another, not with the paper's rows.
-Results are added to transformations.json beside the checkpoint, or in --out.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -38,11 +37,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
-    add("--out", default="", help="folder of the results; none: that of the checkpoint")
+    add("--out", default="", help="folder of transformations.json; none: that of the checkpoint")
     add("--layers", type=int, nargs="+", default=PAPER_LAYERS, help="blocks, of those that it has")
     add("--images", type=int, default=20000, help="of train, spread over it; half as many of val")
     add("--seed", type=int, default=0, help="seed of the probes and their order")
     add("--workers", type=int, default=8, help="loader processes")
+    parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)
 
 @torch.no_grad()
@@ -53,8 +53,8 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int
     for images, _ in tqdm(loader, "features"):
         x = ser.normalise(images.to(encoder.cls_token.device) / 255)
         # Exact permutations of the pixels of one centre crop, without jitter.
-        versions = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)] + [x.flip(-1)]
-        maps = encoder(torch.cat(versions), layers).maps
+        turned = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)]
+        maps = encoder(torch.cat([*turned, x.flip(-1)]), layers).maps
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
         # after block 3. No LayerNorm after the last: the probe standardises its features.
         means = [maps[layer].float().mean((2, 3)) for layer in layers]            # (V B, D) each
@@ -76,7 +76,8 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     torch.manual_seed(seed)
     # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3; 10 epochs
     # of some images, where they have 50 epochs (300 in their README) of all.
-    mlp = eval_linear.Heads(1, x.shape[1], len(versions), mlp=True)[0].to(x.device)
+    heads = eval_linear.Heads(1, x.shape[1], len(versions), mlp=True)
+    mlp = heads[0].to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
     for _ in range(10):
         for rows in torch.randperm(n_train).split(256):
@@ -91,7 +92,7 @@ def predict(args: Namespace) -> None:
     state, trained, path = eval_linear.load(args, "transformations.json")
     run = Namespace(**state["settings"])
     layers = [layer for layer in args.layers if layer <= run.depth]
-    _, sets = eval_linear.load_sets(Namespace(data=args.data, val="", test=[]), run.image_size)
+    _, sets = eval_linear.load_sets(args, run.image_size)
     for split, most in (("train", args.images), ("val", args.images // 2)):
         last = len(sets[split]) - 1
         places = torch.linspace(0, last, min(most, last + 1)).long()

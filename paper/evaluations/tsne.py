@@ -8,8 +8,8 @@ The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's d
 which severity?), for MoCo-v3 and MoCo-v3 + SER, and sees "clearer qualitative separation for
 several classes", without a number. We measure the features themselves, over ten samples of 20
 classes: the silhouette (cosine; 1: classes far apart, 0: they overlap), and the 20-NN purity, the
-share of an image's 20 nearest that are of its class (chance: 1 / 20). Results are added to
-tsne.json, and a picture of the first sample is written, beside the first checkpoint or in --out.
+share of an image's 20 nearest that are of its class (chance: 1 / 20). A picture of the first sample
+is written, too.
 """
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
@@ -38,8 +38,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return parser.parse_args(argv)
 
 def load_encoders(args: Namespace, results: str) -> tuple:
-    """Load the checkpoints. Returns (label, step, encoder) of each, led by the untrained encoder of
-    the first run; the settings of the runs; and the path of the file `results`."""
+    """Load the checkpoints, in one process: (label, step, encoder) of each, led by the first run's
+    untrained encoder; the settings of the runs; and the path of the file `results`."""
+    one_process()
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     encoders = []
     runs = []
@@ -71,7 +72,6 @@ def compare(args: Namespace) -> None:
     """Encode, measure and plot; print and write the result."""
     from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
-    one_process()
     encoders, _, path = load_encoders(args, "tsne.json")
     figure = Figure(figsize=(5 * len(encoders) + 1, 5.4), layout="constrained")
     for panel, (label, step, encoder) in zip(figure.subplots(1, len(encoders)), encoders):

@@ -19,8 +19,7 @@ in brackets those of the difference to the control, then to MoCo-v3, within a se
     corrupted            with --corruptions, the linear head on an ImageNet-C made of the first ten
                          val images of each class; needs imagecorruptions-imaug
 
-"untrained": with the weights that SER began with. Writes imagenette.json and tradeoff.png in --out.
-Seeds can run side by side, by --seeds 0 and --seeds 1; a call with both then only evaluates again.
+Seeds can run side by side, by --seeds; a call with all then only evaluates and writes tradeoff.png.
 """
 import json
 from argparse import Namespace

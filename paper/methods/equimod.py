@@ -70,7 +70,10 @@ class EquiMod(addon.AddOn):
     def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
         """InfoNCE between the embeddings of the views and their predictions, in both directions."""
         # Choice: BatchNorm sees one view at a time, as in the release; in EquiMod, all three.
-        y1, y2, y0 = (self.heads["project"](f) for f in features)     # in the order of `WithPlain`
+        f1, f2, f0 = features     # in the order of `WithPlain`
+        y1 = self.heads["project"](f1)                                                  # (B, 128)
+        y2 = self.heads["project"](f2)
+        y0 = self.heads["project"](f0)
         y = torch.cat([y1, y2])                                                         # (2B, 128)
         values = torch.cat([parameters(view.augmentation) for view in views[:2]])       # (2B, 18)
         p = self.heads["action"](values.to(y.device))                                   # (2B, 128)
@@ -91,7 +94,8 @@ class WithPlain(ser.Dataset):
         views = ser.Dataset({key[1]: image}, self.view_settings, self.seed)[key]
         side = round(min(image.shape[1:]) * 224 / 256)
         center = center_crop(image, [side, side])
-        plain = ser.resize(center[None], views[0][0].shape[1:])[0]
+        size = self.view_settings[0].size
+        plain = ser.resize(center[None], (size, size))[0]
         return views + [(plain, Augmentation())]
 
 def build(args: Namespace) -> EquiMod:
