@@ -34,8 +34,7 @@ class Renderings(Dataset):
     """Index -> rendering (3, S, S) uint8 and label. items: folder, views to sample from, label."""
     def __init__(self, items: list[tuple[Path, range, int]], size: int):
         self.items = items
-        # Choice: no crop, as the authors (who keep 256 pixels): the object is centred. Features
-        # are of images normalised as ImageNet; the authors normalise them as 3DIEBench.
+        # Choice: no crop, as the authors (at 256 pixels); normalised as ImageNet, not 3DIEBench.
         self.resize = v2.Resize((size, size))
 
     def __len__(self) -> int:

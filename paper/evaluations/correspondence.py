@@ -90,7 +90,8 @@ def compare(args: Namespace) -> None:
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
     photos = ser.list_images(args.data)
     spread = torch.linspace(0, len(photos) - 1, min(64, len(photos))).long()
-    for column, (label, step, encoder) in zip(figure.subplots(2, len(encoders)).T, encoders):
+    panels = figure.subplots(2, len(encoders))
+    for column, (label, step, encoder) in zip(panels.T, encoders):
         centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
         images = [centre_crop(ser.read_image(photos[i])) / 255 for i in spread]
         for name in ser.ELEMENTS:
