@@ -1,15 +1,18 @@
-"""What a checkpoint has learned: linear evaluation (paper 4.1), k-NN (4.2) and equivariance (A.2).
+"""What a checkpoint has learned: linear evaluation (paper 4.1), k-NN (4.2), equivariance (A.2).
 
     python eval_linear.py                              runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/main/last.pt
 
-The second line is the protocol of 4.1: linear heads on random crops, for hours; and 20-NN. Flags:
+The second line is the protocol of 4.1: linear heads on random crops, for hours, and 20-NN.
+
     --knn             20-NN without heads: minutes
     --equivariance    equivariance after every block, beside the untrained encoder; no accuracy
     --cache           heads on one centre crop of each image: minutes; also with the flags above
     --mlp             MLP heads in place of linear heads; also with the flags above
-eval.json collects the results of all evaluations; eval.jsonl has a line for each epoch of heads;
-head.pt is the best linear head (with --cache: head-cache.pt). A stopped evaluation begins anew.
+
+eval.json collects the results of all evaluations, each with its settings and the weights that it
+is of, and eval.jsonl the epochs of heads. The best linear head is kept, under a name that other
+settings or weights do not have. A stopped evaluation begins anew.
 """
 import copy
 import hashlib
@@ -18,20 +21,22 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
-from ser import ViT
+from ser import Geometry, ViT, rho
 
-# ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ============================
+
+# ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ====================
 def arguments() -> ArgumentParser:
     """The flags of eval_linear.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
@@ -46,60 +51,120 @@ def arguments() -> ArgumentParser:
     add("--knn", action="store_true", help="20-NN without heads")
     add("--equivariance", action="store_true", help="equivariance after every block")
     # Choice: the release has 1, 3 and 10; few classes and weak features need smaller ones.
-    add("--lr", type=float, nargs="+", default=[0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+    add("--lr", type=ser.positive, nargs="+", default=[0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
         help="learning rates, scaled by batch size / 256; each trains a head")
-    add("--epochs", type=int, default=50, help="passes over the training images (paper: 50)")
-    add("--batch-size", type=int, default=1024, help="images per step, over all ranks")
+    add("--epochs", type=ser.count, default=50, help="passes over the training images (paper: 50)")
+    add("--batch-size", type=ser.count, default=1024, help="images per step, over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
 
-def load(args: Namespace, results: str) -> tuple:
-    """What --checkpoint holds, its encoder in eval mode, and the path of `results`. Exits with one
-    sentence if --data does not suit the checkpoint, or if nothing can be written."""
+
+def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
+    """The settings of a command line, and what they ask for: heads, 20-NN, equivariance."""
+    parser = parser or arguments()
+    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
+        parser.set_defaults(batch_size=64, workers=0)
+    args = parser.parse_args(argv)
+
+    nothing_else = not args.knn and not args.equivariance
+    args.with_heads = args.cache or args.mlp or nothing_else
+    args.with_knn = args.with_heads or args.knn
+    args.with_equivariance = args.equivariance or not args.data
+    return args
+
+
+class Checkpoint(NamedTuple):
+    """What an evaluation needs of a checkpoint."""
+    encoder: ViT        # in eval mode, on the CPU
+    weights: str        # fingerprint of the encoder
+    step: int
+    settings: dict      # of the training
+
+
+def fingerprint(encoder: ViT) -> str:
+    """A short text that tells the weights of one encoder from those of another."""
+    weights = [weight.cpu().numpy().tobytes() for weight in encoder.state_dict().values()]
+    return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
+
+
+def load(args: Namespace) -> Checkpoint:
+    """Read --checkpoint, once for all ranks, as a run that goes on replaces it. Exits with one
+    sentence if --data does not suit it."""
     if args.data and not args.checkpoint:
         sys.exit("--data needs --checkpoint, the last.pt of a run")
     args.checkpoint = args.checkpoint or "runs/ser/last.pt"
-    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    images = state["settings"]["data"]
-    if images and not args.data:
-        sys.exit(f"{args.checkpoint} was trained on {images}: add --data")
-    out = Path(args.out or Path(args.checkpoint).parent)
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        sys.exit(f"nothing can be written to {out}: name another folder by --out")
-    return state, ser.load_encoder(args.checkpoint), out / results
 
-# ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ==================================
+    ranks, rank = ser.ranks_and_rank()
+    states = [ser.load(args.checkpoint) if rank == 0 else None]
+    if ranks > 1:
+        dist.broadcast_object_list(states)
+    state = states[0]
+    settings = state["settings"]
+    if settings["data"] and not args.data:
+        sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
+    encoder = ser.restore_encoder(state)
+    return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
+
+
+# ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ==========================
+class Sets(NamedTuple):
+    """The images of an evaluation."""
+    classes: Sequence[str]
+    train: Dataset                # one centre crop of each image
+    crops: Dataset | None         # random crops of the same images; None of synthetic ones
+    tests: dict[str, Dataset]     # "val" first, then those of --test
+
+
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
     side = round(size * 256 / 224)
     # Choice: bicubic here and bilinear in training, as the release and DINO's eval_linear.
-    return v2.Compose([v2.Resize(side, v2.InterpolationMode.BICUBIC), v2.CenterCrop(size)])
+    resize = v2.Resize(side, v2.InterpolationMode.BICUBIC)
+    return v2.Compose([resize, v2.CenterCrop(size)])
 
-def class_folder(root: Path, transform: Callable, classes: Sequence = ()) -> ImageFolder:
-    """root/CLASS/...: a label is the place of CLASS in `classes`, by default the sorted folders. If
-    no folder has such a name, the folders are numbers, the places themselves: ImageNet-V2."""
+
+def class_folder(root: str | Path, transform: Callable | None,
+                 classes: Sequence[str] = ()) -> ImageFolder:
+    """The images root/CLASS/..., where a label is the place of CLASS among the training classes,
+    by default among the sorted folders. ImageNet-V2 has folders 0, 1, ... for the places
+    themselves: where no folder has the name of a class, names are read as such numbers."""
+    if not os.path.isdir(root):
+        sys.exit(f"{root} is no folder of class folders; --val names that of the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
     if not set(names) & set(folder.classes):
-        names = list(map(str, range(len(names))))
-    folder.target_transform = [names.index(name) for name in folder.classes].__getitem__
+        names = [str(place) for place in range(len(names))]
+
+    unknown = sorted(set(folder.classes) - set(names))
+    if unknown:
+        sys.exit(f"{root}: the training images have no class {unknown[0]}")
+    places = [names.index(name) for name in folder.classes]
+    folder.target_transform = places.__getitem__
     return folder
 
-def load_sets(args: Namespace, size: int) -> tuple:
-    """The training classes; sets "train", "val", --test and, of files, "crops", train at random."""
+
+def load_sets(args: Namespace, size: int) -> Sets:
+    """The images of --data, --val and --test; without --data, synthetic ones."""
     if not args.data:     # with seeds that ser.py does not use
         train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
-        return range(6), {"train": train, "val": val}
+        return Sets([str(label) for label in range(6)], train, None, {"val": val})
+
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
     crops = class_folder(Path(args.data, "train"), random_crop)
-    folders = {"train": crops.root, "val": args.val or Path(args.data, "val")}
-    folders |= dict(test.split("=", 1) for test in args.test)
-    sets = {name: class_folder(folder, eval_transform(size), crops.classes)
-            for name, folder in folders.items()}
-    return crops.classes, sets | {"crops": crops}
+    centre = eval_transform(size)
+    train = class_folder(crops.root, centre)
+
+    folders = {"val": args.val or Path(args.data, "val")}
+    for test in args.test:
+        name, _, folder = test.partition("=")
+        if not folder or name in ("train", "crops", *folders):
+            sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
+        folders[name] = folder
+    tests = {name: class_folder(folder, centre, crops.classes) for name, folder in folders.items()}
+    return Sets(crops.classes, train, crops, tests)
+
 
 class Seeded(Dataset):
     """`data`, whose random crops depend on (*key, index) alone, not on ranks or processes."""
@@ -108,35 +173,43 @@ class Seeded(Dataset):
         self.key = key
 
     def __getitem__(self, index: int) -> tuple:
-        torch.default_generator.manual_seed(ser.rng("eval", *self.key, index).initial_seed())
+        seed = ser.rng("eval", *self.key, index).initial_seed()
+        torch.default_generator.manual_seed(seed)
         return self.data[index]
 
-# ==== 3. Features of the frozen encoder ===========================================================
+
+# ==== 3. Features of the frozen encoder ===================================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on
-    the encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
+    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on the
+    encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
-    with torch.autocast(x.device.type, torch.bfloat16, x.is_cuda):     # Choice: as in training
+    bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: as in training
         cls_at = encoder(x, last).cls_at
         tokens = [encoder.norm(cls_at[layer]) for layer in last]
     return torch.cat(tokens, dim=1).float()
 
+
 def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace, batches: list) -> Iterator:
     """Features (B, K) and labels (B,) of each of `batches`, tensors of places in `data`."""
+    _, rank = ser.ranks_and_rank()
     places = [rows.tolist() for rows in batches]
     loader = DataLoader(data, batch_sampler=places, num_workers=args.workers)
-    for images, labels in tqdm(loader, leave=False, disable=ser.ranks_and_rank()[1] > 0):
+    for images, labels in tqdm(loader, leave=False, disable=rank > 0):
         features = cls_features(encoder, images, blocks)
         yield features, labels.to(features.device)
 
-def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple:
-    """Features (n, K) and labels (n,) of a set, on every rank: the sum of what the ranks encode."""
+
+def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple[Tensor, Tensor]:
+    """Features (n, K) and labels (n,) of a set, on every rank: the sum of what ranks encode."""
     ranks, rank = ser.ranks_and_rank()
-    batches = torch.arange(rank, len(data), ranks).split(max(1, args.batch_size // ranks))
+    own = torch.arange(rank, len(data), ranks)
+    batches = own.split(max(1, args.batch_size // ranks))
     features = encoder.cls_token.new_zeros(len(data), blocks * encoder.dim)
     labels = features.new_zeros(len(data), dtype=torch.int64)
+
     for rows, (x, y) in zip(batches, encode(encoder, data, blocks, args, batches)):
         features[rows] = x
         labels[rows] = y
@@ -145,139 +218,196 @@ def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple:
         dist.all_reduce(labels)
     return features, labels
 
-# ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =========================
+
+# ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =================
 class Heads(nn.ModuleList):
-    """Linear heads or three-layer MLPs, all with the same first weights: (B, K) -> (B, C) each."""
+    """Linear heads or three-layer MLPs, all with the same first weights: (B, K) -> (B, C)."""
     def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
         layers = []
-        # Choice: the paper names no widths; these are of Garrido et al. 2023, whom it follows.
-        for units in (1024, 1024) if mlp else ():
-            layers += [nn.Linear(width, units), nn.ReLU()]
-            width = units
+        if mlp:
+            # Choice: the paper names no widths; these are of Garrido et al. 2023, whom it follows.
+            layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+            width = 1024
         last = nn.Linear(width, classes)
         nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
         nn.init.zeros_(last.bias)
         head = nn.Sequential(*layers, last)
         super().__init__(copy.deepcopy(head) for _ in range(heads))
 
-    def forward(self, x: Tensor) -> list:
+    def forward(self, x: Tensor) -> list[Tensor]:
         return [head(x) for head in self]
+
 
 def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple, args: Namespace,
                 log: Path, name: str) -> int:
-    """Train on epoch_batches(epoch, shares): features (B, K) and labels (B,) of this rank's shares
-    of `images` images. Returns which head is best on `val`, (n, K) and (n,); logs as `name`."""
+    """Train on epoch_batches(epoch, shares), which gives features (B, K) and labels (B,) of this
+    rank's shares of `images` images. Returns which head is best on `val`, features and labels;
+    adds a line for each epoch to `log`, under `name`."""
     ranks, rank = ser.ranks_and_rank()
-    parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
-    x_val, y_val = val
-    rates = torch.tensor(args.lr, device=x_val.device)
     batch = min(args.batch_size, images) // ranks * ranks
     steps = images // batch     # the last, incomplete batch is not used
+    x_val, y_val = val
+
     # Choice: momentum .9, no weight decay, as the release. Paper: 4.1, a cosine without warmup.
-    optimizer = torch.optim.SGD(heads.parameters(), batch / 256, momentum=0.9)
+    parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
+    groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
+              for head, lr in zip(heads, args.lr)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
-    bar = tqdm(range(args.epochs), unit="epoch", disable=rank > 0)
-    for epoch in bar:
+
+    for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
-        shares = [rows.chunk(ranks)[rank] for rows in order[:steps * batch].split(batch)]
-        total = torch.zeros_like(rates)
+        batches = order[:steps * batch].split(batch)
+        shares = [rows.chunk(ranks)[rank] for rows in batches]
+        total = torch.zeros(len(heads), device=x_val.device)
         for x, y in epoch_batches(epoch, shares):
             losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
-            total += losses.detach()
             optimizer.zero_grad()
-            # With its loss times its rate, every head is trained as if it were alone.
-            (rates * losses).sum().backward()
+            losses.sum().backward()     # each head has a loss of its own
             optimizer.step()
             schedule.step()
-        # Choice: the rate that ends best on val; the release has no rule, and takes the best epoch.
+            total += losses.detach()
+
+        # Choice: the rate that ends best on val; the release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
-        line = {"epoch": epoch + 1, "loss": total[best].item() / steps, "val top-1 %": top1[best],
-                "lr": args.lr[best]}
-        bar.set_postfix(line)
+        line = {"heads": name, "epoch": epoch + 1, "loss": total[best].item() / steps,
+                "val top-1 %": top1[best], "lr": args.lr[best]}
         if rank == 0:     # the loss is of rank 0's share
-            print(json.dumps({"heads": name} | line), file=log.open("a"))
+            print(json.dumps(line), file=log.open("a"))
+
     if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
         print(f"the best rate of {name}, {args.lr[best]}, is an end of --lr: try one beyond it")
     return best
 
-def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> list:
-    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
-    best = among[logits[:, among].topk(min(5, len(among))).indices]               # (n, 5)
-    share = 100 * (best == labels[:, None]).float().mean(0)
-    return [share[0].item(), share.sum().item()]
 
-# ==== 5. k-NN (paper 4.2) =========================================================================
+def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
+    places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
+    right = among[places] == labels[:, None]
+    share = 100 * right.float().mean(0)
+    return share[0].item(), share.sum().item()
+
+
+# ==== 5. k-NN (paper 4.2) =================================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
-    """Top-1 in percent of test features (n, D), split over the ranks, by a vote of the 20 nearest
-    training features (m, D) with weights exp(s / .07), s the cosine similarity."""
-    ranks, rank = ser.ranks_and_rank()
+    """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training features
+    (m, D) with weights exp(s / .07), where s is the cosine similarity."""
     # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train.float())
-    right = torch.zeros((), device=test.device)
-    for x, y in zip(test[rank::ranks].split(256), labels[rank::ranks].split(256)):
-        similarity, nearest = (F.normalize(x) @ train.T).topk(min(20, len(train)))
-        votes = x.new_zeros(len(x), int(train_labels.max()) + 1)                  # (B, C)
-        votes.scatter_add_(1, train_labels[nearest], (similarity / 0.07).exp())
-        right += (votes.argmax(1) == y).sum()
-    if ranks > 1:
-        dist.all_reduce(right)
-    return 100 * right.item() / len(test)
+    classes = int(train_labels.max()) + 1
+    right = 0
+    for x, y in zip(test.split(256), labels.split(256)):
+        similarities = F.normalize(x) @ train.T                                   # (B, m)
+        nearest = similarities.topk(min(20, len(train)))                          # (B, 20)
+        weights = (nearest.values / 0.07).exp()
+        votes = x.new_zeros(len(x), classes)
+        votes.scatter_add_(1, train_labels[nearest.indices], weights)
+        right += (votes.argmax(1) == y).sum().item()
+    return 100 * right / len(test)
 
-# ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =========================
+
+# ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
+def sample_motion(element: str, part: int, images: int, grid: int) -> Geometry:
+    """An element of "rot90", "hflip" or "scale" alone that moves every image."""
+    h = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
+    if element == "rot90":
+        h = h._replace(turns=1 + torch.arange(images) % 3)
+    if element == "hflip":
+        h = h._replace(flip=torch.ones_like(h.flip))
+    return h
+
+
+def share_found(moved_maps: Tensor, maps_of_moved: Tensor) -> float:
+    """The share of the tokens of rho_h f(x) whose most similar token, among all of f(rho_h x),
+    is that of the same image and place. Both are (B, D, H, W)."""
+    z = moved_maps.movedim(1, -1).flatten(0, 2)                                   # (B N, D)
+    z_prime = maps_of_moved.movedim(1, -1).flatten(0, 2)
+    nearest = (F.normalize(z) @ F.normalize(z_prime).T).argmax(1)
+    right = nearest.cpu() == torch.arange(len(z))
+    return right.float().mean().item()
+
+
 @torch.no_grad()
-def equivariances(encoder: ViT, images: Tensor, layers: Sequence, element: str) -> dict:
-    """After each of the blocks `layers`, how token maps f(x) move under one element of G, "rot90",
-    "hflip" or "scale". images: (n, 3, S, S) uint8.
-    cosine     paper A.2: the mean over tokens of cos(rho_g f(x), f(rho_g x)), g = g2 g1^-1
-    retrieval  the share of tokens of rho_h f(x) whose most similar one, among all of f(rho_h x) of
-               32 images, is their counterpart; 1 / (32 H W) by chance
-    g may be the identity; h always turns or flips. For "scale", h is g, a resize."""
+def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
+    """How often a token of a moved image finds its counterpart, for any f1 that takes images
+    (B, 3, h, w) to maps (B, D, h / patch, w / patch). In each part of 32 images x, a token of
+    rho_h f1(x) looks for the most similar one in all of f1(rho_h x). Returns the share that finds
+    that of the same image and place, which is 1 / (32 H W) by chance. images: (n, 3, S, S), as f1
+    takes them; element: what h is of, "rot90", "hflip" or "scale"."""
+    total = 0.0
+    for part, x in enumerate(images.split(32)):
+        h = sample_motion(element, part, len(x), images.shape[-1] // patch)
+        total += len(x) * share_found(rho(h, f1(x)), f1(rho(h, x, patch)))
+    return total / len(images)
+
+
+@torch.no_grad()
+def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int], element: str) -> dict:
+    """layer -> how token maps f(x) after that block move under one element of G: "retrieval" as
+    above, and A.2's "cosine", the mean over tokens of cos(rho_g f(x), f(rho_g x)) with g sampled
+    as in training. Maps of the last block, A.2's "final representation", are under the final
+    LayerNorm (Choice). images: (n, 3, S, S) uint8."""
+    def encode_maps(x: Tensor) -> dict[int, Tensor]:
+        maps = encoder(x, layers).maps
+        if encoder.depth in maps:
+            tokens = maps[encoder.depth].movedim(1, -1)
+            maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
+        return maps
+
     sums = {layer: torch.zeros(2) for layer in layers}
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels / 255)
-        g1, g2 = [ser.sample_geometry(len(x), encoder.grid, [element], ser.rng(element, part, view))
+        g1, g2 = [ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, view))
                   for view in (1, 2)]
-        g = ser.relative(g2, g1)
-        flip = torch.full_like(g.flip, element == "hflip")
-        turns = (1 + torch.arange(len(x)) % 3) * (element == "rot90")
-        h = ser.Geometry(flip, turns, g.grid)
-        moved = [ser.rho(each, x, encoder.patch_size) for each in (g, h)]
-        encoded = [encoder(view, layers).maps for view in (x, *moved)]
+        g = ser.relative(g2, g1)     # for some images the identity, which every map passes
+        h = sample_motion(element, part, len(x), encoder.grid)
+        f_x = encode_maps(x)
+        f_gx = encode_maps(rho(g, x, encoder.patch_size))
+        f_hx = encode_maps(rho(h, x, encoder.patch_size))
         for layer in layers:
-            maps = [of_view[layer] for of_view in encoded]                        # (B, D, H, W)
-            # Choice: the "final representation" is the patch tokens under the final LayerNorm.
-            if layer == encoder.depth:
-                maps = [encoder.norm(m.movedim(1, -1)).movedim(-1, 1) for m in maps]
-            f_x, f_gx, f_hx = maps
-            cosine = F.cosine_similarity(ser.rho(g, f_x), f_gx).mean()
-            z = ser.rho(h, f_x).movedim(1, -1).flatten(0, 2)                      # (B N, D)
-            z_prime = f_hx.movedim(1, -1).flatten(0, 2)
-            nearest = (F.normalize(z) @ F.normalize(z_prime).T).argmax(1)
-            right = nearest.cpu() == torch.arange(len(z))
-            values = torch.tensor([cosine, right.float().mean()])
-            sums[layer] += values * len(x) / len(images)
+            cosine = F.cosine_similarity(rho(g, f_x[layer]), f_gx[layer]).mean()
+            share = share_found(rho(h, f_x[layer]), f_hx[layer])
+            sums[layer] += torch.tensor([cosine, share]) * len(x) / len(images)
     names = (f"{element} cosine", f"{element} retrieval")
     return {layer: dict(zip(names, values.tolist())) for layer, values in sums.items()}
 
-# ==== 7. Evaluation: a checkpoint in, rows and a table out ========================================
-def fingerprint(encoder: ViT) -> str:
-    """A short text that tells the weights of one encoder from those of another."""
-    weights = [weight.cpu().numpy().tobytes() for weight in encoder.state_dict().values()]
-    return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
-def merge(path: Path, rows: Sequence[dict]) -> None:
-    """Add rows to the file {"rows": [...]}; a row replaces one that differs in its value alone."""
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    merged = {json.dumps(row | {"value": None}): row for row in [*old, *rows]}
-    path.with_suffix(".tmp").write_text(json.dumps({"rows": list(merged.values())}, indent=1))
-    path.with_suffix(".tmp").replace(path)
-
-def make_rows(values: dict, name: str, classes: int | None, block: int) -> list:
+# ==== 7. Results: rows that say what made them ============================================
+def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
     """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
-    place = {"set": name, "classes": classes, "block": block}
+    place = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [place | {"measure": measure, "value": value} for measure, value in values.items()]
+
+
+def results_path(args: Namespace, name: str) -> Path:
+    """The file `name` in the folder of the results, which must let us write."""
+    folder = Path(args.out or Path(args.checkpoint).parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        sys.exit(f"nothing can be written to {folder}: name another folder by --out")
+    return folder / name
+
+
+def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
+          **common: object) -> list[dict]:
+    """Add rows to a file of results and return them, with the settings of the evaluation and the
+    fingerprint of the weights, whose training settings stand beside in "checkpoints". A row takes
+    the place, at the end, of one that differs from it in its value alone."""
+    common = {"weights": checkpoint.weights, "settings": vars(args)} | common
+    rows = json.loads(json.dumps([common | row for row in rows]))     # as they are read again
+    file = json.loads(path.read_text()) if path.exists() else {"checkpoints": {}, "rows": []}
+
+    training = {"step": checkpoint.step, "settings": checkpoint.settings}
+    file["checkpoints"][checkpoint.weights] = training
+    made = [row | {"value": None} for row in rows]
+    kept = [row for row in file["rows"] if row | {"value": None} not in made]
+    file["rows"] = kept + rows
+    path.with_suffix(".tmp").write_text(json.dumps(file, indent=1))
+    path.with_suffix(".tmp").replace(path)
+    return rows
+
 
 def print_table(rows: Sequence[dict]) -> None:
     """A line for each measure, a column for each encoder."""
@@ -291,90 +421,121 @@ def print_table(rows: Sequence[dict]) -> None:
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
 
-def probe(encoder: ViT, classes: Sequence, sets: dict, args: Namespace, log: Path) -> tuple:
-    """Rows of 20-NN and, if wanted, of heads; and what head.pt holds of the best head."""
-    trains = args.cache or args.mlp or not args.knn     # also without any flag
-    cached = args.cache or "crops" not in sets
-    blocks = min(4, encoder.depth - encoder.cls_layer) if trains else 1     # Paper: 4.1; with [CLS]
-    train, train_labels = extract(encoder, sets["train"], blocks if cached else 1, args)
-    if train.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
-        train = train.half()
-    tests = {name: extract(encoder, data, blocks, args) for name, data in sets.items()
-             if name not in ("crops", "train")}
+
+# ==== 8. Evaluation: a checkpoint in, rows and a table out ================================
+def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
+              log: Path) -> tuple[nn.Module, float]:
+    """The head that is best on val, and its rate. Heads are trained on random crops or, with
+    --cache and on synthetic images, on `train`, the features and labels of centre crops."""
+    x, y = train
+    width = val[0].shape[1]
 
     def epoch_batches(epoch: int, shares: list) -> Iterable:
-        if cached:
-            return ((train[share].float(), train_labels[share]) for share in shares)
-        return encode(encoder, Seeded(sets["crops"], args.seed, epoch), blocks, args, shares)
+        if args.cache or sets.crops is None:
+            return ((x[share].float(), y[share]) for share in shares)
+        crops = Seeded(sets.crops, args.seed, epoch)
+        return encode(encoder, crops, width // encoder.dim, args, shares)
 
+    torch.manual_seed(args.seed)
+    heads = Heads(len(args.lr), width, len(sets.classes), args.mlp).to(x.device)
+    name = f"{'MLP' if args.mlp else 'linear'} heads of {fingerprint(encoder)}"
+    best = train_heads(heads, epoch_batches, len(x), val, args, log, name)
+    return heads[best].requires_grad_(False), args.lr[best]
+
+
+def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim: int,
+           kind: str) -> dict[str, float]:
+    """Accuracies of a set, features and labels, among some classes. 20-NN reads the features of
+    the last block, which are the last `dim`."""
+    x, y = test
+    values = {}
+    if head is not None:
+        top1, top5 = accuracy(head(x), y, among)
+        values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
+    near = torch.isin(train[1], among)
+    values["20-NN top-1 %"] = knn(train[0][near, -dim:], train[1][near], x[:, -dim:], y)
+    return values
+
+
+def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
+    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
+    # Features. Heads read the last four blocks that have a [CLS] (Paper: 4.1), 20-NN the last.
+    blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
+    cached = args.cache or sets.crops is None
+    x, y = extract(encoder, sets.train, blocks if cached else 1, args)
+    if x.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
+        x = x.half()
+    tests = {name: extract(encoder, data, blocks, args) for name, data in sets.tests.items()}
+
+    # The best head.
+    head = None
     kept = {}
-    kind = "mlp" if args.mlp else "linear"
-    if trains:
-        torch.manual_seed(args.seed)
-        heads = Heads(len(args.lr), blocks * encoder.dim, len(classes), args.mlp).to(train.device)
-        name = f"{kind} heads of {fingerprint(encoder)}"
-        best = train_heads(heads, epoch_batches, len(train), tests["val"], args, log, name)
-        head = heads[best].requires_grad_(False)
+    if args.with_heads:
+        head, lr = best_head(encoder, sets, (x, y), tests["val"], args, log)
         kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-                "classes": list(classes), "blocks": blocks, "lr": args.lr[best]}
-    last = slice(-encoder.dim, None)     # the features of the last block
+                "classes": list(sets.classes), "blocks": blocks, "lr": lr}
+
+    # Scores. Choice: among all classes and, as ImageNet-R's authors do, among those of the set.
     rows = []
-    for name, (x, y) in tests.items():
-        # Choice: among all classes, and, as ImageNet-R's authors do, among those of the set.
-        groups = [(torch.arange(len(classes)).to(y), slice(None))]
-        if len(y.unique()) < len(classes):
-            groups.append((y.unique(), torch.isin(train_labels, y)))
-        for among, near in groups:
-            values = {}
-            if trains:
-                top1, top5 = accuracy(head(x), y, among)
-                values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
-            neighbours = train[near, last]
-            values["20-NN top-1 %"] = knn(neighbours, train_labels[near], x[:, last], y)
+    kind = "mlp" if args.mlp else "linear"
+    for name, test in tests.items():
+        groups = [torch.arange(len(sets.classes)).to(y), test[1].unique()]
+        if len(groups[0]) == len(groups[1]):
+            groups.pop()
+        for among in groups:
+            values = scores(head, test, (x, y), among, encoder.dim, kind)
             rows += make_rows(values, name, len(among), encoder.depth)
     return rows, kept
 
-def evaluate(args: Namespace) -> list:
-    """Evaluate a checkpoint: print a table, then write its rows and the best linear head."""
+
+def evaluate(args: Namespace) -> list[dict]:
+    """Evaluate a checkpoint: write its rows and the best linear head, then print a table."""
     device = ser.setup()
-    state, trained, path = load(args, "eval.json")
-    run = Namespace(**state["settings"])
-    classes, sets = load_sets(args, run.image_size)
-    with_equivariance = args.equivariance or not args.data     # and with the untrained encoder
-    encoders = {"untrained": ser.new_encoder(run).eval()} if with_equivariance else {}
-    encoders["trained"] = trained
+    checkpoint = load(args)
+    path = results_path(args, "eval.json")
+    run = Namespace(**checkpoint.settings)
+    sets = load_sets(args, run.image_size)
+    encoders = {"trained": checkpoint.encoder}
+    if args.with_equivariance:
+        encoders = {"untrained": ser.seeded_encoder(run).eval(), "trained": checkpoint.encoder}
+
+    # Equivariance is that of up to 512 images of val.
+    val = sets.tests["val"]
+    spread = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
+    images = torch.stack([val[place][0] for place in spread.tolist()]).to(device)
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
-    spread = torch.linspace(0, len(sets["val"]) - 1, min(512, len(sets["val"]))).long()
-    images = torch.stack([sets["val"][place][0] for place in spread.tolist()]).to(device)
+
     rows = []
-    kept = {}
     for name, encoder in encoders.items():
         encoder.to(device)
-        found = []
-        if args.cache or args.mlp or args.knn or not args.equivariance:
-            found, kept = probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
-        for element in ser.ELEMENTS if with_equivariance else ():
+        own = []
+        kept = {}
+        if args.with_knn:
+            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+        for element in ser.ELEMENTS if args.with_equivariance else ():
             for layer, values in equivariances(encoder, images, layers, element).items():
-                found += make_rows(values, "val", None, layer)
-        step = state["step"] if name == "trained" else 0
-        rows += [row | {"encoder": name, "step": step, "settings": vars(args)} for row in found]
-    if ser.ranks_and_rank()[1] == 0:
-        print_table(rows)
-        merge(path, rows)
-        if kept and not args.mlp:     # of the last encoder, which is the trained one
-            name = "head-cache.pt" if args.cache else "head.pt"
-            ser.save(path.with_name(name), **kept, step=state["step"],
-                     encoder=fingerprint(trained), data=args.data, cache=args.cache)
+                own += make_rows(values, "val", None, layer)
+        rows += [row | {"encoder": name} for row in own]
+
+    # Write first: a closed terminal ends the program at its first print.
+    if ser.ranks_and_rank()[1] > 0:
+        return rows
+    write(path, rows, args, checkpoint)
+    if kept and not args.mlp:     # of the last encoder, which is the trained one
+        made_by = {"weights": checkpoint.weights, "settings": vars(args)}
+        name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
+        ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
+    print_table(rows)
+    print(f"results are in {path}")
     return rows
 
-def main(argv: Sequence | None = None) -> None:
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate what a command line names."""
-    parser = arguments()
-    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
-        parser.set_defaults(batch_size=64, workers=0)
-    evaluate(parser.parse_args(argv))
+    evaluate(parse(argv))
     if dist.is_initialized():
         dist.destroy_process_group()
+
 
 if __name__ == "__main__":
     main()
