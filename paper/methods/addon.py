@@ -11,51 +11,50 @@ ser.train, so eval_linear.py reads their checkpoints as those of ser.py. There i
 The paper's table "layer decoupling" moves EquiMod and AugSelf to layer 3 (`--layer 3`).
 """
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
-from typing import Sequence
+from argparse import ArgumentParser, Namespace
 
 from torch import Tensor, nn
 
 import ser
-from ser import View, ViewSettings
+from ser import View, ViewSettings, count, share
 
 PLAIN = dict(ratio=0.0, cls_layer=0)     # [CLS] enters at the input, so that block 3 has one
 SMALL = ser.SMALL | PLAIN | dict(layer=4)     # for synthetic images; 4: the last block
 
-def set_helps(parser: ArgumentParser, **helps: str) -> None:
-    """Replace the help of some flags; SUPPRESS hides one that a method accepts and ignores."""
-    for action in parser._actions:
-        action.help = helps.get(action.dest, action.help)
 
 def arguments(name: str, **defaults: float) -> ArgumentParser:
     """The flags of ser.py with other defaults, and those that all four methods add."""
     parser = ser.arguments()
-    add = parser.add_argument
-    add("--layer", type=int, default=12, help="L_eq is on the [CLS] after this block (12 or 3)")
-    # Choice: MoCo-v3's T for all four, as the paper names no other. The release trains AugSelf and
-    # STL with a T of their own; the headers of these two say how to come near it.
-    add("--blur", type=float, nargs=2, default=[1.0, 0.1], help="probability in views 1 and 2")
-    add("--solarize", type=float, nargs=2, default=[0.0, 0.2], help="probability in views 1 and 2")
     parser.set_defaults(out=f"runs/{name}", **PLAIN, **defaults)
-    set_helps(parser, ratio=SUPPRESS, equiv_layers=SUPPRESS, group=SUPPRESS,
-              weight="of L_eq", temperature="of the InfoNCE in L_eq")
+    parser.epilog = ("--weight is that of L_eq, --temperature that of its InfoNCE if it has one. "
+                     "--ratio must be 0; --equiv-layers and --group have no effect.")
+    add = parser.add_argument
+    add("--layer", type=count, default=12, help="L_eq is on [CLS] after this block (12 or 3)")
+    # Choice: MoCo-v3's T for all four; the headers of AugSelf and STL tell the release's.
+    two = "probabilities in views 1 and 2"
+    add("--blur", type=share, nargs=2, default=[1.0, 0.1], help=two)
+    add("--solarize", type=share, nargs=2, default=[0.0, 0.2], help=two)
     return parser
 
-def parse(argv: Sequence[str] | None, parser: ArgumentParser, small: dict = SMALL) -> Namespace:
+
+def parse(argv: list[str] | None, parser: ArgumentParser, small: dict = SMALL) -> Namespace:
     """The settings of a command line. Exits with one sentence if the method cannot have them."""
     args = ser.parse(argv, parser, small | dict(out=parser.get_default("out") + "-small"))
-    if args.ratio != 0:
+    if args.ratio > 0:
         sys.exit(f"--ratio {args.ratio:g}: this method has no b2, so --ratio must be 0")
     if not args.cls_layer < args.layer <= args.depth:
-        sys.exit(f"--layer {args.layer}: should be above --cls-layer {args.cls_layer}, and at most "
-                 f"--depth {args.depth}")
+        sys.exit(f"--layer {args.layer}: should be above --cls-layer {args.cls_layer}, and at "
+                 f"most --depth {args.depth}")
     return args
+
 
 def view_settings(args: Namespace) -> list[ViewSettings]:
     """T of views 1 and 2."""
     area = (args.crop_min, 1.0)
-    return [ViewSettings(args.image_size, area, blur, solarize)
-            for blur, solarize in zip(args.blur, args.solarize)]
+    view1 = ViewSettings(args.image_size, area, args.blur[0], args.solarize[0])
+    view2 = ViewSettings(args.image_size, area, args.blur[1], args.solarize[1])
+    return [view1, view2]
+
 
 class AddOn(nn.Module):
     """A base method's loss plus weight * L_eq. A subclass adds networks to `heads`, and defines
@@ -66,26 +65,30 @@ class AddOn(nn.Module):
         self.layer = args.layer
         self.weight = args.weight
         self.temperature = args.temperature     # of an InfoNCE in L_eq
-        # Choice: an early [CLS] gets a LayerNorm of its own, as in the release's AugSelf; it has no
-        # code for the other three at layer 3.
+        # Choice: an early [CLS] gets a LayerNorm of its own, as in the release's AugSelf.
         self.norm = nn.LayerNorm(args.dim, eps=1e-6) if args.layer < args.depth else None
         self.heads = nn.ModuleDict()
 
-    def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
+    def forward(self, views: list[View]) -> dict[str, Tensor]:
         """`loss`, which carries the gradient, and its parts."""
         encoded = [self.base.encoder(view.b1, [self.layer]) for view in views]
         cls = [one.cls for one in encoded]
         inv = self.base(views[:2], cls[:2])
+
         features = cls     # after the last block, under the encoder's own LayerNorm
         if self.norm is not None:
             features = [self.norm(one.cls_at[self.layer]) for one in encoded]
         equiv = self.equivariance_loss(features, views)
-        return {"loss": inv + self.weight * equiv, "inv": inv.detach(), "equiv": equiv.detach()}
+
+        loss = inv + self.weight * equiv
+        return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
+
 
 def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
-    """An MLP of AugSelf and STL: linear layers with BatchNorm and ReLU between them. Only the last
-    layer may have a bias, and nothing follows it, unlike in ser.mlp."""
+    """An MLP of AugSelf and STL: linear layers with BatchNorm and ReLU between them. Only the
+    last layer may have a bias, and nothing follows it, unlike in ser.mlp."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
-        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+        linear = nn.Linear(fan_in, fan_out, bias=False)
+        layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1], bias=bias))

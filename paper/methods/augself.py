@@ -3,7 +3,7 @@
     Table 1      M     IN-1k          Sketch         V2             R              3DIE
     MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
     + AugSelf    43.7  67.55 / 87.62  13.30 / 25.35  53.74 / 76.68  17.62 / 28.66  64.97 / 90.73
-    Layer decoupling: IN-1k top-1 is 67.55 with L_eq at layer 12, and 68.23 with L_eq at layer 3.
+    Layer decoupling: IN-1k top-1 is 67.55 with L_eq at layer 12, and 68.23 at layer 3.
 
     crop  = box of view a - box of view b               center y, center x, height, width
     color = jitter of view a - jitter of view b         brightness, contrast, saturation, hue
@@ -17,19 +17,15 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/augself/last.pt
 
 The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, except for the
-saturation, which changes by up to 0.4 there, and 0.2 here. `--crop-min 0.2` gives the crops of
-AugSelf's own code.
+saturation, which changes by up to 0.4 there, and 0.2 here.
 
-AugSelf's own paper has ResNets. With MoCo-v2, its f_2 comes from the momentum branch and carries no
-gradient; here both features are online, as in its SimSiam version and in the release. For AugSelf,
-the release is its branch augself, 0bcab6c, whose two heads make 44.2 M; the 43.7 M are those of one
-head that dbe5e93 builds and does not train. The branch's script has weight 0.5 at layer 12. At
-layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and does not say which of them gave 68.23. It also has a
-version that turns the views and predicts the turn in place of crop and color, with weights from
-0.05 to 3.
+In AugSelf's own MoCo-v2, f_2 comes from the momentum branch and carries no gradient. Here both
+features are online, as in its SimSiam and in the release. The release's AugSelf is its branch
+augself, 0bcab6c, whose two heads make 44.2 M; the 43.7 M are those of one head that dbe5e93
+builds and does not train. The branch's script has weight 0.5 at layer 12. At layer 3 it tries
+0.5, 0.3, 0.1 and 0.03, and does not say which of them gave 68.23.
 """
-from argparse import SUPPRESS, Namespace
-from typing import Sequence
+from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
@@ -39,61 +35,74 @@ import ser
 from paper.methods import addon
 from ser import Augmentation, View
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
-    """The settings of a command line."""
-    parser = addon.arguments("augself", weight=0.5)     # the weight of AugSelf and of the release
-    addon.set_helps(parser, temperature=SUPPRESS)
-    return addon.parse(argv, parser)
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line; the weight is AugSelf's and the release's."""
+    return addon.parse(argv, addon.arguments("augself", weight=0.5))
+
 
 def crop_difference(first: Augmentation, second: Augmentation) -> Tensor:
-    """Box of the first view minus that of the second, (B, 4): center y, center x, height, width, in
-    shares of the image. Both centers are mirrored where the first view is flipped, as in AugSelf's
-    code and in the release; so the target of (2, 1) is not always minus that of (1, 2)."""
+    """Box of the first view minus that of the second, (B, 4), in shares of the image. Both are
+    mirrored where the first view is flipped, as in AugSelf's code and in the release; so the
+    target of (2, 1) is not always minus that of (1, 2)."""
     return box(first, first.flip) - box(second, first.flip)
 
-def box(aug: Augmentation, flip: Tensor) -> Tensor:
-    """(B, 4): center y, center x, height, width, with center x mirrored where `flip` (B,)."""
+
+def box(aug: Augmentation, mirrored: Tensor) -> Tensor:
+    """(B, 4): center y, center x, height, width; `mirrored` (B,) tells where to mirror x."""
     y = aug.top + aug.height / 2
     x = aug.left + aug.width / 2
-    x = torch.where(flip, 1 - x, x)
-    return torch.stack([y, x, aug.height, aug.width], dim=1).float()
+    x = torch.where(mirrored, 1 - x, x)
+    columns = [y, x, aug.height, aug.width]
+    return torch.stack(columns, dim=1).float()
+
 
 def color_difference(first: Augmentation, second: Augmentation) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
     ranges = torch.tensor([0.8, 0.8, 0.4, 0.2])     # .6 to 1.4, twice; .8 to 1.2; hue -.1 to .1
     return (factors(first) - factors(second)) / ranges
 
+
 def factors(aug: Augmentation) -> Tensor:
     """(B, 4): what multiplies or shifts brightness, contrast, saturation and hue."""
     columns = [aug.brightness, aug.contrast, aug.saturation, aug.hue]
     return torch.stack(columns, dim=1).float()
 
+
 class AugSelf(addon.AddOn):
     """A base method with two heads that predict how the augmentations of two views differ."""
     def __init__(self, base: nn.Module, args: Namespace):
         super().__init__(base, args)
+        pair = 2 * args.dim
         for task in ("crop", "color"):
-            self.heads[task] = addon.perceptron(2 * args.dim, 512, 512, 4, bias=True)
+            self.heads[task] = addon.perceptron(pair, 512, 512, 4, bias=True)
 
-    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
+    def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """The sum of the two losses. Both orders of the views are one batch of 2B rows."""
         f1, f2 = features
-        pairs = torch.cat([torch.cat([f1, f2], dim=1), torch.cat([f2, f1], dim=1)])     # (2B, 2D)
-        first, second = (view.augmentation for view in views)
+        forth = torch.cat([f1, f2], dim=1)                                      # (B, 2D)
+        back = torch.cat([f2, f1], dim=1)
+        pairs = torch.cat([forth, back])                                        # (2B, 2D)
+
+        first = views[0].augmentation
+        second = views[1].augmentation
         total = 0.0
         for task, difference in (("crop", crop_difference), ("color", color_difference)):
             target = torch.cat([difference(first, second), difference(second, first)])
-            predicted = self.heads[task](pairs).float().tanh()                          # (2B, 4)
+            predicted = self.heads[task](pairs).float().tanh()                  # (2B, 4)
             total = total + F.mse_loss(predicted, target.to(pairs.device))
         return total
+
 
 def build(args: Namespace) -> AugSelf:
     """The model of a run."""
     return AugSelf(ser.build(args).base, args)
 
-def dataset(source: Sequence[str] | Tensor, args: Namespace) -> ser.Dataset:
+
+def dataset(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """Images with two views, made by T."""
     return ser.Dataset(source, addon.view_settings(args), args.seed)
+
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)

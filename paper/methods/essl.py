@@ -7,24 +7,20 @@
 
     x_k = one crop of 96 x 96 pixels after k counter-clockwise quarter turns, k = 0, 1, 2, 3
     logits_k = head(f of x_k)
-    L_eq = mean over images and k of cross-entropy(logits_k, k)                      ln 4 at chance
-    loss = L_inv + L_eq                                                     L_inv: on views 1 and 2
+    L_eq = mean over images and k of cross-entropy(logits_k, k)              ln 4 at chance
+    loss = L_inv + L_eq                                             L_inv: on views 1 and 2
 
     python -m paper.methods.essl     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.essl --data /imagenet
-    torchrun --nproc_per_node=8 -m paper.methods.essl --data /imagenet --layer 3 --out runs/essl-3
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/essl/last.pt
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
-predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here it is
-E-SSL, as the row is named. `multicrop.py --ratio 0` has the loss of that control, on four different
-crops that are not turned.
-E-SSL's own paper has SimCLR, SimSiam and Barlow Twins with a ResNet-50 and weights of 0.4, 0.08 and
-8. MoCo-v3's L_inv is 4 tau = 0.8 times SimCLR's mean cross-entropy: 0.4 would be 0.32 here.
+predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
+it is E-SSL, as the row is named. E-SSL's own weights are 0.4 with SimCLR (that would be 0.32
+here, as MoCo-v3 has 4 tau = 0.8 times its loss), 0.08 with SimSiam, and 8 with Barlow Twins.
 """
 import sys
-from argparse import SUPPRESS, Namespace
-from typing import Sequence
+from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
@@ -32,58 +28,65 @@ from torch import Tensor, nn
 
 import ser
 from paper.methods import addon
-from ser import View, ViewSettings
+from ser import View, ViewSettings, count, share
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
+
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line. The small crop is E-SSL's."""
     # Choice: weight 1, the default of the release, which publishes no command for E-SSL.
     parser = addon.arguments("essl", weight=1.0)
-    parser.add_argument("--local-size", type=int, default=96, help="side of the small crop, pixels")
-    parser.add_argument("--local-area", type=float, nargs=2, default=[0.05, 0.14],
-                        help="of the small crop, share of the image")
-    addon.set_helps(parser, temperature=SUPPRESS)
+    add = parser.add_argument
+    add("--local-size", type=count, default=96, help="side of the small crop, pixels")
+    add("--local-area", type=share, nargs=2, default=[0.05, 0.14], help="of the image")
     small = addon.SMALL | dict(local_size=16, local_area=[0.1, 0.3])
     args = addon.parse(argv, parser, small)
-    if args.local_size % args.patch_size != 0:
+    if args.local_size % args.patch_size > 0:
         sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size")
     return args
 
-def turned(views: Sequence[View]) -> list[View]:
+
+def turned(views: list[View]) -> list[View]:
     """Views 1 and 2; then all small crops after 0, 1, 2 and 3 quarter turns, B rows of each."""
-    *two, small = views
+    first, second, small = views
     crops = [torch.rot90(small.b1, k, (2, 3)) for k in range(4)]
-    return two + [small._replace(b1=torch.cat(crops))]
+    return [first, second, small._replace(b1=torch.cat(crops))]
+
 
 class ESSL(addon.AddOn):
     """A base method on two views, and a head that says how often a small crop was turned."""
     def __init__(self, base: nn.Module, args: Namespace):
         super().__init__(base, args)
         dim = args.dim
-        # Choice: 256, as in the release and in E-SSL's SimSiam and Barlow Twins; 128 in its SimCLR.
+        # Choice: 256, as in the release, and in E-SSL's SimSiam and Barlow Twins.
         self.heads["turns"] = nn.Sequential(
             nn.Linear(dim, dim), nn.LayerNorm(dim), nn.ReLU(True),
             nn.Linear(dim, dim), nn.LayerNorm(dim), nn.ReLU(True),
             nn.Linear(dim, 256), nn.LayerNorm(256),
             nn.Linear(256, 4))
 
-    def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
+    def forward(self, views: list[View]) -> dict[str, Tensor]:
         return super().forward(turned(views))
 
-    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
+    def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """Cross-entropy of the number of turns, 0 to 3, of every crop."""
-        logits = self.heads["turns"](features[2]).float()     # (4B, 4)
-        turns = torch.arange(4, device=logits.device).repeat_interleave(len(features[0]))
-        return F.cross_entropy(logits, turns)
+        _, _, crops = features                              # crops: (4B, D)
+        logits = self.heads["turns"](crops).float()         # (4B, 4)
+        turns = torch.arange(4, device=logits.device)
+        labels = turns.repeat_interleave(len(crops) // 4)
+        return F.cross_entropy(logits, labels)
+
 
 def build(args: Namespace) -> ESSL:
     """The model of a run."""
     return ESSL(ser.build(args).base, args)
 
-def dataset(source: Sequence[str] | Tensor, args: Namespace) -> ser.Dataset:
+
+def dataset(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """Images with two views, made by T, and the small crop."""
-    # Choice: the blur is proportional to the side, as in ser.py. E-SSL's is 0.1 to 2 pixels of 96.
+    # Choice: blur is proportional to the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
     small = ViewSettings(args.local_size, args.local_area, blur=0.1, solarize=0.0)
     return ser.Dataset(source, addon.view_settings(args) + [small], args.seed)
+
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)

@@ -9,93 +9,106 @@
     grayscale. `read`, `hyper`, `embed` and `embed_code` are networks.
 
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
-    yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1               W(t) = hyper(t), D x D
+    yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1         W(t) = hyper(t), D x D
     L_eq = InfoNCE(both ways) between embed([f_1; f_2]) and embed([yhat_1; yhat_2])
-    L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of the images 2i and of the 2i + 1
+    L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of images 2i and of images 2i + 1
     loss = L_inv + L_eq + 0.1 * L_tr                   `equiv` in the log: L_eq + 0.1 * L_tr
 
     python -m paper.methods.stl     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.stl --data /imagenet
-    torchrun --nproc_per_node=8 -m paper.methods.stl --data /imagenet --layer 3 --out runs/stl-3
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/stl/last.pt
 
-The flags `--crop-min 0.2 --blur 0.5 0.5 --solarize 0 0` give the T of the release's STL. STL's own
-code has STL-10 and a ResNet-18; there, the negatives in each loss are all other rows of both sides.
+The flags `--crop-min 0.2 --blur 0.5 0.5 --solarize 0 0` give the T of the release's STL. In
+STL's own code, the negatives in each loss are all other rows of both sides.
 """
 import sys
 from argparse import Namespace
-from typing import Sequence
 
 import torch
 from torch import Tensor, nn
 
 import ser
 from paper.methods import addon
-from ser import View, info_nce
+from ser import Augmentation, View
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
-    """The settings of a command line; weight (of L_eq + 0.1 * L_tr) and temperature are STL's."""
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line; weight (of L_eq + 0.1 * L_tr) and temperature: STL's."""
     return addon.parse(argv, addon.arguments("stl", weight=1.0, temperature=0.2))
 
+
 class Pairs(ser.Dataset):
-    """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view. A
-    DataLoader hands all keys of a batch to __getitems__."""
+    """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view.
+    A DataLoader hands all keys of a batch to __getitems__."""
     def __getitems__(self, keys: list[tuple]) -> list:
         size = self.view_settings[0].size
         batch = []
         for i, key in enumerate(keys):
-            image = self.source[key[1]]
-            if isinstance(image, str):
-                image = ser.read_image(image)
-            # Choice: images are squeezed into squares before they are cropped, as in the release.
-            # Both images of a pair are thus cut at the same shares of their sides.
+            _, index, _ = key
+            image = self.load(index)
+            # Choice: images are squeezed into squares before they are cropped, as in the
+            # release. Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
-            # This image twice: sampled by its own key, and by that of image 2i.
-            even = keys[i - i % 2]
-            both = ser.Dataset({key[1]: square, even[1]: square}, self.view_settings, self.seed)
-            views = []
-            for (_, own), (pixels, shared) in zip(both[key], both[even]):
-                if own.flip != shared.flip:
-                    pixels = pixels.flip(-1)
-                # Choice: solarization, which STL does not have, is an image's own, as its blur is.
-                aug = shared._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
-                views.append((pixels, aug))
-            batch.append(views)
+
+            own = self.views(square, key)
+            shared = self.views(square, keys[i - i % 2])     # with the key of image 2i
+            batch.append([blend(view, aug) for view, (_, aug) in zip(shared, own)])
         return batch
 
+
+def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
+    """A view of which an image has its own flip, blur and solarization."""
+    pixels, aug = view
+    if own.flip != aug.flip:
+        pixels = pixels.flip(-1)
+    # Choice: solarization, which STL does not have, is an image's own, as its blur is.
+    return pixels, aug._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
+
+
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
-    """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 temperature ln(R n) at chance."""
-    # Choice: keys are detached, as in the release. Keys of MoCo-v3's L_inv have no gradient either:
-    # with one here, L_eq would weigh twice as much beside L_inv as in STL's own code.
-    return info_nce(a, b.detach(), temperature) + info_nce(b, a.detach(), temperature)
+    """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
+    # Choice: keys are detached, as in the release. Keys of MoCo-v3's L_inv have no gradient
+    # either: with one here, L_eq would weigh twice as much beside L_inv as in STL's own code.
+    forth = ser.info_nce(a, b.detach(), temperature)
+    back = ser.info_nce(b, a.detach(), temperature)
+    return forth + back
+
 
 class STL(addon.AddOn):
     """A base method with a network that reads transformations and one that applies them."""
     def __init__(self, base: nn.Module, args: Namespace):
         super().__init__(base, args)
-        self.heads["read"] = addon.perceptron(2 * args.dim, 128, 128)
-        self.heads["hyper"] = nn.Linear(128, args.dim ** 2, bias=False)
-        self.heads["embed"] = addon.perceptron(args.dim, 512, 128)
+        dim = args.dim
+        self.heads["read"] = addon.perceptron(2 * dim, 128, 128)
+        self.heads["hyper"] = nn.Linear(128, dim * dim, bias=False)
+        self.heads["embed"] = addon.perceptron(dim, 512, 128)
         self.heads["embed_code"] = addon.perceptron(128, 128, 128)
 
-    def equivariance_loss(self, features: Sequence[Tensor], views: Sequence[View]) -> Tensor:
+    def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """L_eq + 0.1 * L_tr."""
         f1, f2 = features
+        read = self.heads["read"]
         embed = self.heads["embed"]
-        t12 = self.heads["read"](torch.cat([f1, f2], dim=1))                            # (B, 128)
-        t21 = self.heads["read"](torch.cat([f2, f1], dim=1))
-        codes = torch.cat([t21, t12])                                                   # (2B, 128)
-        u_even = self.heads["embed_code"](codes[0::2])                                  # (B, 128)
+        t12 = read(torch.cat([f1, f2], dim=1))                             # (B, 128)
+        t21 = read(torch.cat([f2, f1], dim=1))
+        codes = torch.cat([t21, t12])                                      # (2B, 128)
+
+        u_even = self.heads["embed_code"](codes[0::2])                     # (B, 128)
         u_odd = self.heads["embed_code"](codes[1::2])
+        loss_tr = both_ways(u_even, u_odd, self.temperature)
+
         # Codes of the partner, another image, are of use only if they tell the transformation.
         partner = torch.arange(len(codes), device=f1.device) ^ 1     # 1, 0, 3, 2, ...
-        matrices = self.heads["hyper"](codes[partner]).unflatten(1, (f1.shape[1], -1))  # (2B, D, D)
-        moved = torch.einsum("boi,bi->bo", matrices, torch.cat([f2, f1]))               # (2B, D)
-        z = torch.cat([embed(f1), embed(f2)])                                           # (2B, 128)
-        z_moved = torch.cat([embed(half) for half in moved.chunk(2)])
+        matrices = self.heads["hyper"](codes[partner])                     # (2B, D * D)
+        matrices = matrices.unflatten(1, (f1.shape[1], -1))                # (2B, D, D)
+        moved = torch.einsum("boi,bi->bo", matrices, torch.cat([f2, f1]))  # (2B, D)
+        moved1, moved2 = moved.chunk(2)
+
+        z = torch.cat([embed(f1), embed(f2)])                              # (2B, 128)
+        z_moved = torch.cat([embed(moved1), embed(moved2)])
         loss_eq = both_ways(z, z_moved, self.temperature)
-        loss_tr = both_ways(u_even, u_odd, self.temperature)
         return loss_eq + 0.1 * loss_tr
+
 
 def build(args: Namespace) -> STL:
     """The model of a run. Exits with one sentence if a rank's images do not make pairs."""
@@ -104,9 +117,11 @@ def build(args: Namespace) -> STL:
         sys.exit(f"--batch-size {args.batch_size}: should be even on each of {ranks} ranks")
     return STL(ser.build(args).base, args)
 
-def dataset(source: Sequence[str] | Tensor, args: Namespace) -> Pairs:
+
+def dataset(source: list[str] | Tensor, args: Namespace) -> Pairs:
     """Images with two views, made by T, of which pairs of images share crop and jitter."""
     return Pairs(source, addon.view_settings(args), args.seed)
+
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)

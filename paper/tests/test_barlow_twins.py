@@ -4,11 +4,15 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 import ser
 from paper.methods import barlow_twins
-from paper.tests.test_dino import SHAPE, train
+from paper.tests.test_addon import check_defaults, slow_norm
+from paper.tests.test_dino import SHAPE, check_ranks, toy_views, train
+from test_ser import close, seeded, shake, trained
+
+FLAGS = [*SHAPE, "--hidden", "16"]
+
 
 def slow_loss(z1, z2, w):
     """Zbontar et al., Eq. 1 and 2, as loops over features and images, divided by K."""
@@ -19,40 +23,64 @@ def slow_loss(z1, z2, w):
         total = total + ((1 - c) ** 2 if i == j else w * c ** 2)
     return total / features
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_loss_is_the_papers_and_that_of_all_ranks(monkeypatch, ranks):
-    """Value and gradient; two ranks with the same images are one process with either's."""
-    monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))
-    base = barlow_twins.build(barlow_twins.settings([*SHAPE, "--hidden", "16"])).base
-    projector = base.projector
-    base.projector = nn.Identity()
-    z = torch.randn(2, 6, 5, generator=ser.rng(0)).requires_grad_()
-    fast = base([], z)
-    slow = slow_loss(z[0], z[1], 0.02)
-    assert_close(fast, slow)
-    assert [layer.weight.shape for layer in projector[::3]] == [(16, 16)] * 3
-    assert all(p.requires_grad for p in base.parameters())     # the patch embedding, too
-    assert base.chance(64) == pytest.approx(1 + 1 / 64 + 0.02 * 15 / 64)     # C_ij^2 is 1 / 64
-    assert_close(torch.autograd.grad(fast, z), torch.autograd.grad(slow, z))
 
-def test_it_trains_from_the_command_line(tmp_path, monkeypatch):
-    """With the paper's lambda and tau; the optimizer follows the release's schedule."""
-    flags = [*SHAPE, "--hidden", "16", "--warmup-epochs", "0"]
-    log, group = train(barlow_twins, flags, tmp_path, monkeypatch)
-    assert (log[0]["weight"], log[0]["temperature"]) == (0.5, 0.3)
-    assert group["lr"] == pytest.approx(0.5005 * 1e-3 * 64 / 256, rel=1e-5)     # half-way
+def slow_projector(projector, x):
+    """Linear layers without bias; BatchNorm and ReLU between them, BatchNorm after the last."""
+    for i in (0, 3, 6):
+        x = x @ projector[i].weight.T
+        x = slow_norm(x, projector[i + 1]).clamp(min=0) if i < 6 else slow_norm(x)
+    return x
+
+
+def test_the_loss_is_the_papers_on_standardised_features():
+    """Value and gradient, from [CLS]. DDP demands a gradient for all that is trained."""
+    args = barlow_twins.settings([*FLAGS, "--off-diagonal", "0.3"])
+    model = shake(barlow_twins.build(args))
+    base = model.base
+    assert len(base.projector) == 8
+    cls = torch.randn(2, 12, 16, generator=seeded()).requires_grad_()
+    fast = base([], list(cls))
+    slow = slow_loss(*[slow_projector(base.projector, x) for x in cls], 0.3)
+    close({"loss": fast}, {"loss": slow})
+    close(torch.autograd.grad(fast, cls), torch.autograd.grad(slow, cls))
+    model(toy_views(args))["loss"].backward()
+    for name, p in model.named_parameters():     # the patch embedding, too
+        assert p.grad.abs().sum() > 0, name
+
 
 def test_a_step_sets_the_rate_and_clips():
     """8e-4 at batch 2048, down to a thousandth; a gradient of K L_inv has norm .3 at most."""
     model = nn.Linear(2, 1, bias=False)
-    model.base = nn.Module()
     args = barlow_twins.settings(["--data", "some", "--hidden", "16"])
     optimizer = barlow_twins.optimizer(model, args)
-    for progress, rate, gradient, clipped in ((0.1, 8e-4, [3 / 16, 4 / 16], [0.18, 0.24]),
-                                              (1, 8e-7, [0.003, 0.004], [0.048, 0.064])):
+    for epoch, rate, gradient, clipped in ((5, 4e-4, [3 / 16, 4 / 16], [0.18, 0.24]),
+                                           (10, 8e-4, [3 / 16, 4 / 16], [0.18, 0.24]),
+                                           (100, 8e-7, [0.003, 0.004], [0.048, 0.064])):
+        barlow_twins.schedule(optimizer, args, epoch)
         model.weight.grad = torch.tensor([gradient])
-        model.base.progress = progress
         optimizer.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-        assert_close(model.weight.grad, torch.tensor([clipped]))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate), f"epoch {epoch}"
+        close({f"epoch {epoch}": model.weight.grad}, {f"epoch {epoch}": torch.tensor([clipped])})
+
+
+def test_the_defaults_are_those_of_the_paper_the_release_and_barlow_twins():
+    check_defaults(barlow_twins, dict(
+        out="runs/barlow", weight=0.5, temperature=0.3, base_lr=1e-4, weight_decay=0.1,
+        hidden=8192, off_diagonal=0.0051))
+    with torch.device("meta"):
+        projector = barlow_twins.build(barlow_twins.settings(["--data", "imagenet"])).base.projector
+    assert [layer.weight.shape for layer in projector[::3]] == [(8192, 384)] + [(8192, 8192)] * 2
+
+
+def test_it_trains_from_the_command_line(tmp_path, monkeypatch):
+    """The optimizer follows the release's schedule: half-way, the rate is half-way."""
+    flags = [*FLAGS, "--warmup-epochs", "0"]
+    log, state = train(barlow_twins, flags, tmp_path, monkeypatch)
+    assert log[0]["method"] == "SER on BarlowTwins"
+    group, = state["optimizer"]["param_groups"]
+    assert group["lr"] == log[2]["lr"] == pytest.approx(0.5005 * 1e-3 * 12 / 256, rel=1e-5)
+
+
+def test_two_ranks_train_as_one_process(tmp_path):
+    """Each rank's features meet those of the other."""
+    check_ranks("barlow_twins", tmp_path)

@@ -1,11 +1,11 @@
 """STL: pairs that share a transformation, and the two losses."""
-import pytest
 import torch
-from torch.testing import assert_close
 
 import ser
 from paper.methods import stl
-from paper.tests.test_addon import load, slow_info_nce, toy
+from paper.tests.test_addon import check_gradients, load, slow_info_nce, slow_mlp, toy
+from test_ser import sentence
+
 
 def ramp(h, w):
     """An image whose red tells the row and whose green tells the column, from 0 to 255."""
@@ -13,6 +13,7 @@ def ramp(h, w):
     image[0] = torch.linspace(0, 255, h)[:, None]
     image[1] = torch.linspace(0, 255, w)
     return image
+
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
     """Through the loader, for images of different shapes, in shares of their sides."""
@@ -25,40 +26,52 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
             assert torch.equal(value[0::2], value[1::2]) == (name not in own), name
         assert len(made.contrast.unique()) > 10
         corner = pixels.float().amin((2, 3)) / 255
-        top = corner[:, 0]
-        left = corner[:, 1]
-        assert (top - made.top).abs().max() < 0.04
-        assert (left - made.left).abs().max() < 0.04
+        assert (corner[:, 0] - made.top).abs().max() < 0.04, "rows"
+        assert (corner[:, 1] - made.left).abs().max() < 0.04, "columns"
         mirrored = pixels[:, 1, 0, 0] > pixels[:, 1, 0, -1]
-        assert torch.equal(mirrored, made.flip)
+        assert torch.equal(mirrored, made.flip), "flips"
+
+
+def test_pairs_change_with_the_epoch_and_an_image_keeps_its_own_flip():
+    """What is an image's own is that of ser.py's T, with the key of the image."""
+    args, _ = toy("stl", "--image-size 32 --blur 1 1 --solarize 0.5 0.5")
+    data = stl.dataset([ramp(32, 32)] * 4, args)
+    crops = set()
+    for epoch in (0, 1):
+        keys = [(epoch, index, False) for index in (2, 0, 3, 1)]
+        for key, views in zip(keys, data.__getitems__(keys)):
+            for (_, aug), (_, alone) in zip(views, ser.Dataset.__getitem__(data, key)):
+                found = (aug.flip, aug.blur, aug.solarize)
+                assert found == (alone.flip, alone.blur, alone.solarize), key
+                crops.add(aug[:4])
+    assert len(crops) == 2 * 2 * 2     # of each epoch, pair and view
+
 
 def test_the_losses_equal_slow_loops():
     """Image by image: W(t) of the transformation that is read from the partner; keys detached."""
     _, model = toy("stl", "--temperature 0.4")
-    model.eval()     # so that a row can be told alone
-    f = torch.randn(2, 4, 16, requires_grad=True)
-    f1, f2 = f
+    f1, f2 = [torch.randn(4, 16, requires_grad=True) for view in (1, 2)]
     heads = model.heads
-    t12 = heads["read"](torch.cat([f1, f2], dim=1))
-    t21 = heads["read"](torch.cat([f2, f1], dim=1))
+    t12 = slow_mlp(heads["read"], torch.cat([f1, f2], dim=1))
+    t21 = slow_mlp(heads["read"], torch.cat([f2, f1], dim=1))
     moved = []
     for f, codes in ((f2, t21), (f1, t12)):
+        rows = []
         for i, partner in enumerate((1, 0, 3, 2)):
-            matrix = heads["hyper"](codes[partner]).view(16, 16)
-            moved.append(matrix @ f[i])
-    z = heads["embed"](torch.cat([f1, f2]))
-    z_moved = heads["embed"](torch.stack(moved))
+            matrix = (heads["hyper"].weight @ codes[partner]).view(16, 16)
+            rows.append(matrix @ f[i])
+        moved.append(torch.stack(rows))
+    z = torch.cat([slow_mlp(heads["embed"], f) for f in (f1, f2)])
+    z_moved = torch.cat([slow_mlp(heads["embed"], f) for f in moved])
     read = torch.cat([t12, t21])
-    u = heads["embed_code"](read[0::2])
-    v = heads["embed_code"](read[1::2])
+    u = slow_mlp(heads["embed_code"], read[0::2])
+    v = slow_mlp(heads["embed_code"], read[1::2])
     moving = slow_info_nce(z, z_moved.detach(), 0.4) + slow_info_nce(z_moved, z.detach(), 0.4)
     reading = slow_info_nce(u, v.detach(), 0.4) + slow_info_nce(v, u.detach(), 0.4)
     wanted = moving + 0.1 * reading
-    loss = model.equivariance_loss([f1, f2], [])
-    assert_close(loss, wanted)
-    assert_close(torch.autograd.grad(loss, f), torch.autograd.grad(wanted, f))
+    check_gradients(model.equivariance_loss([f1, f2], []), wanted, [f1, f2])
+
 
 def test_an_odd_number_of_images_on_a_rank_is_one_sentence(monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, 0))
-    with pytest.raises(SystemExit, match="--batch-size 10"):
-        toy("stl", "--batch-size 10")
+    assert "--batch-size 10" in sentence(toy, "stl", "--batch-size 10")
