@@ -23,12 +23,22 @@ from torchvision.transforms import v2
 
 import eval_linear
 import ser
-from paper.evaluations import write
+from paper.evaluations import main
 
 PAPER = {     # top-1 and top-5, percent (Table 1)
     "MoCo-v3": (68.43, 91.96), "MoCo-v3 + AugSelf": (64.97, 90.73),
     "MoCo-v3 + SER": (70.17, 92.78), "MoCo-v3 + EquiMod (3 views)": (67.97, 91.97),
     "MoCo-v3 + SER (2+4 views)": (70.91, 93.15)}
+
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line."""
+    parser = eval_linear.arguments()
+    parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
+    # Choice: all, so that the result is no sample; the authors sample one in every validation.
+    parser.add_argument("--views", type=ser.count, default=50, help="of each validation object")
+    return eval_linear.parse(argv, parser)
+
 
 class Renderings(Dataset):
     """Index -> rendering (3, S, S) uint8 and label. items: folder, views to sample from, label."""
@@ -43,45 +53,45 @@ class Renderings(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         folder, views, label = self.items[index]
         view = views[int(torch.randint(len(views), ()))]
-        return self.resize(ser.read_image(str(folder / f"image_{view}.jpg"))), label
+        image = ser.read_image(str(folder / f"image_{view}.jpg"))
+        return self.resize(image), label
 
-def load_sets(args: Namespace, size: int) -> tuple[list[str], dict[str, Dataset]]:
-    """The synsets, sorted, and the sets, as eval_linear.load_sets."""
+
+def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
+    """The sets, as those of eval_linear.load_sets; classes are the sorted synsets."""
     classes = sorted(path.name for path in Path(args.data).iterdir() if path.is_dir())
     validated = {name.strip("/") for name in numpy.load(args.split).tolist()}
-    items: dict[str, list] = {"crops": [], "train": [], "val": []}
+    items = {"train": [], "crops": [], "val": []}
     for label, synset in enumerate(classes):
         for folder in sorted(Path(args.data, synset).iterdir()):
             if f"{synset}/{folder.name}" in validated:
                 items["val"] += [(folder, range(v, v + 1), label) for v in range(args.views)]
-            else:
+            elif folder.is_dir():
                 # Choice: one of the 50 in an epoch, as the authors do; no flip.
                 items["crops"].append((folder, range(50), label))
                 items["train"].append((folder, range(1), label))
-    return classes, {name: Renderings(listed, size) for name, listed in items.items()}
 
-def settings(argv: list[str] | None = None) -> Namespace:
-    """The settings of a command line."""
-    parser = eval_linear.arguments()
-    parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    # Choice: all, so that the result is no sample; the authors sample one in every validation.
-    parser.add_argument("--views", type=int, default=50, help="of each validation object")
-    return parser.parse_args(argv)
+    sets = {name: Renderings(listed, size) for name, listed in items.items()}
+    return eval_linear.Sets(classes, sets["train"], sets["crops"], {"val": sets["val"]})
 
-def main(argv: list[str] | None = None) -> None:
-    """Train and score the heads, print and write the result."""
-    args = settings(argv)
-    device = ser.setup()
-    state, encoder, path = eval_linear.load(args, "bench3die.json")
-    classes, sets = load_sets(args, state["settings"]["image_size"])
-    encoder.to(device)
-    rows, _ = eval_linear.probe(encoder, classes, sets, args, path.with_suffix(".jsonl"))
-    if ser.ranks_and_rank()[1] == 0:
-        eval_linear.print_table([row | {"encoder": "trained"} for row in rows])
-        print(f"{len(classes)} classes (the paper's rows: 55 classes)")
-        for name, (top1, top5) in PAPER.items():
-            print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")
-        write(path, rows, args, state["step"])
+
+def evaluate(args: Namespace, device: torch.device) -> None:
+    """Train and score the heads, write the result and print it."""
+    checkpoint = eval_linear.load(args)
+    path = eval_linear.results_path(args, "bench3die.json")
+    sets = load_sets(args, checkpoint.settings["image_size"])
+    encoder = checkpoint.encoder.to(device)
+    rows, _ = eval_linear.probe(encoder, sets, args, path.with_suffix(".jsonl"))
+    if ser.ranks_and_rank()[1] > 0:
+        return
+
+    eval_linear.write(path, rows, args, checkpoint)
+    eval_linear.print_table(rows)
+    print(f"{len(sets.classes)} classes (the paper's rows: 55 classes)")
+    for name, (top1, top5) in PAPER.items():
+        print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")
+    print(f"results are in {path}")
+
 
 if __name__ == "__main__":
-    main()
+    main(settings, evaluate)

@@ -15,7 +15,7 @@ the last block. Results of another detector do not compare; those of two encoder
 """
 import math
 import os
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -30,47 +30,50 @@ from tqdm import tqdm
 
 import eval_linear
 import ser
-from paper.evaluations import write
+from paper.evaluations import arguments, main, training_settings
 
 PAPER = {     # AP, AP50, AP75 (appendix A.3)
     "MoCo-v3": (0.225, 0.404, 0.222), "MoCo-v3 + AugSelf": (0.197, 0.359, 0.192),
     "MoCo-v3 + STL": (0.221, 0.400, 0.218), "MoCo-v3 + SER": (0.242, 0.428, 0.244)}
 
+
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = arguments("folder of COCO 2017: annotations, train2017, val2017", required=True)
     add = parser.add_argument
-    add("--data", required=True, help="folder of COCO 2017: annotations, train2017, val2017")
-    add("--checkpoint", required=True, help="last.pt of a run of any method")
-    add("--out", default="", help="folder of coco.json; none: that of the checkpoint")
-    add("--iterations", type=int, default=45000, help="training steps (paper: 45k)")
-    add("--batch-size", type=int, default=32, help="images per step, over all ranks (paper: 32)")
-    add("--base-lr", type=float, default=1e-4, help="learning rate, for any batch (ViTDet: for 64)")
-    add("--size", type=int, default=800, help="shorter side of an image, pixels (usually 800)")
-    add("--save-every", type=int, default=500, help="steps between checkpoints and log lines")
-    add("--seed", type=int, default=0, help="seed of new weights, order, flips and proposals")
-    add("--workers", type=int, default=8, help="loader processes of a rank")
+    add("--iterations", type=ser.count, default=45000, help="training steps (paper: 45k)")
+    add("--batch-size", type=ser.count, default=32, help="images per step, over all ranks")
+    add("--base-lr", type=ser.positive, default=1e-4, help="rate, for any batch (ViTDet: for 64)")
+    add("--size", type=ser.count, default=800, help="shorter side of an image, pixels")
+    add("--save-every", type=ser.count, default=500, help="steps between checkpoints and log lines")
     return parser.parse_args(argv)
 
-# ==== Detector ====================================================================================
+
+# ==== Detector ===========================================================================
 # A plain ViT has one map, and objects come in all sizes: hence five, four by trained layers.
 class Pyramid(nn.Module):
     """ViTDet's simple feature pyramid on a frozen encoder: images (B, 3, h, w) -> five maps of C
     channels at 4, 2, 1, 1/2 and 1/4 of the resolution of the token grid."""
     out_channels = 256     # Faster R-CNN reads it
+
     def __init__(self, encoder: ser.ViT):
         super().__init__()
         self.encoder = encoder.requires_grad_(False)
         D = encoder.dim
         C = self.out_channels
         twice = nn.ConvTranspose2d(D, D // 2, 2, 2)
-        four_times = nn.Sequential(nn.ConvTranspose2d(D, D // 2, 2, 2), LayerNorm2d(D // 2, 1e-6),
-                                   nn.GELU(), nn.ConvTranspose2d(D // 2, D // 4, 2, 2))
-        levels = ((four_times, D // 4), (twice, D // 2), (nn.Identity(), D), (nn.MaxPool2d(2), D))
-        self.levels = nn.ModuleList(nn.Sequential(
-            scale, nn.Conv2d(width, C, 1, bias=False), LayerNorm2d(C, 1e-6),
-            nn.Conv2d(C, C, 3, padding=1, bias=False), LayerNorm2d(C, 1e-6),
-        ) for scale, width in levels)
+        four_times = nn.Sequential(
+            nn.ConvTranspose2d(D, D // 2, 2, 2), LayerNorm2d(D // 2, 1e-6), nn.GELU(),
+            nn.ConvTranspose2d(D // 2, D // 4, 2, 2))
+        scales = ((four_times, D // 4), (twice, D // 2), (nn.Identity(), D), (nn.MaxPool2d(2), D))
+
+        self.levels = nn.ModuleList()
+        for scale, width in scales:
+            to_channels = nn.Conv2d(width, C, 1, bias=False)
+            smooth = nn.Conv2d(C, C, 3, padding=1, bias=False)
+            norms = (LayerNorm2d(C, 1e-6), LayerNorm2d(C, 1e-6))
+            level = nn.Sequential(scale, to_channels, norms[0], smooth, norms[1])
+            self.levels.append(level)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         last = self.encoder.depth
@@ -85,6 +88,7 @@ class Pyramid(nn.Module):
         maps["pool"] = maps["3"][:, :, ::2, ::2]
         return maps
 
+
 def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
     images in [0, 1] of any size, and normalises them. The encoder's patch size must be a power of
@@ -93,79 +97,98 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     # Choice: as usual, anchors of 32 to 512 pixels, for patches of 16, and no side above 1333.
     sides = [(2 * encoder.patch_size * 2 ** level,) for level in range(5)]
     anchors = AnchorGenerator(sides, [(0.5, 1.0, 2.0)] * 5)
+    longest = round(args.size * 5 / 3)
+
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are padded
     # to multiples of 4 patches, a cell of the coarsest map, as torchvision rounds down the distance
     # of its anchors, side // cells. 32 is torchvision's own multiple.
     divisible = math.lcm(32, 4 * encoder.patch_size)
-    return FasterRCNN(Pyramid(encoder), classes, args.size, round(args.size * 5 / 3),
+    return FasterRCNN(Pyramid(encoder), classes, args.size, longest,
                       rpn_anchor_generator=anchors, size_divisible=divisible)
 
-# ==== Data: COCO as it is downloaded ==============================================================
+
+# ==== Data: COCO as it is downloaded =====================================================
 def photos(args: Namespace, name: str, train: bool) -> Dataset:
     """The images of "train2017" or "val2017", ordered by id: index -> (3, h, w) in [0, 1], and its
     "image_id". Those to train on have "boxes", (n, 4) of left, top, right and bottom in pixels of
     the stored image (no turn by EXIF), and "labels", (n,) of COCO's ids, 1..90 with gaps."""
-    transforms = v2.Compose([
-        v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.ClampBoundingBoxes()])
+    to_float = v2.ToDtype(torch.float32, scale=True)
+    transforms = v2.Compose([v2.ToImage(), to_float, v2.ClampBoundingBoxes()])
     index = Path(args.data, "annotations", f"instances_{name}.json")
     data = CocoDetection(Path(args.data, name), index, transforms=transforms)
     if train:
         # A detector learns neither from crowds nor from boxes without an area.
-        for items in data.coco.imgToAnns.values():
+        boxes = data.coco.imgToAnns
+        for items in boxes.values():
             items[:] = [x for x in items if not x["iscrowd"] and min(x["bbox"][2:]) > 0]
-        data.ids = [image_id for image_id in data.ids if data.coco.imgToAnns[image_id]]
+        data.ids = [image_id for image_id in data.ids if boxes[image_id]]
     return wrap_dataset_for_transforms_v2(data)
 
-# ==== Training and average precision ==============================================================
+
+# ==== Training and average precision =====================================================
 def lr_at(step: int, args: Namespace) -> float:
     """Linear warmup, then a tenth from 2/3 of the steps on and a hundredth from 8/9 on."""
     # Choice: 1k, 30k and 40k of 45k; Detectron2's usual schedule of 90k steps has 1k, 60k and 80k.
-    rate = args.base_lr * min(1.0, (step + 1) / (args.iterations / 45))
+    warmup = args.iterations / 45
+    rate = args.base_lr * min(1.0, (step + 1) / warmup)
     for share in (2 / 3, 8 / 9):
         if step >= round(share * args.iterations):
             rate = rate / 10
     return rate
 
-def train(model: FasterRCNN, data: Dataset, args: Namespace, path: Path) -> None:
-    """Train all but the encoder. If there is a checkpoint at `path`, training goes on from it."""
+
+def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Path) -> None:
+    """Train all but the encoder. If there is a checkpoint at `path`, training goes on from it; it
+    must have the settings `run`."""
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
     # Choice: AdamW with ViTDet's rate and decay; here norms and biases decay, too.
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
-    encoder = eval_linear.fingerprint(model.backbone.encoder)
-    run = vars(args) | {"checkpoint": encoder, "images": len(data), "ranks": ranks}
     start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+
+    # A row of `order` is a batch; one may hold the end of an epoch and the beginning of the next.
     n = args.iterations * args.batch_size
-    orders = [torch.randperm(len(data), generator=ser.rng(args.seed, "coco", epoch))
-              for epoch in range(math.ceil(n / len(data)))]
-    order = torch.cat(orders)[:n].view(args.iterations, -1)[start:, rank::ranks]
-    loader = DataLoader(data, batch_sampler=order.tolist(), collate_fn=list,
-                        num_workers=args.workers)
+    orders = []
+    for epoch in range(math.ceil(n / len(data))):
+        generator = ser.rng(args.seed, "coco", epoch)
+        orders.append(torch.randperm(len(data), generator=generator))
+    order = torch.cat(orders)[:n].view(args.iterations, -1)
+    own = order[start:, rank::ranks].tolist()
+    loader = DataLoader(data, batch_sampler=own, collate_fn=list, num_workers=args.workers)
+
     flip = v2.RandomHorizontalFlip()     # Choice: flips are the only augmentation
     log = open(os.devnull if rank > 0 else path.with_suffix(".jsonl"), "a", buffering=1)
     bar = tqdm(total=n, initial=start * args.batch_size, unit=" images", disable=rank > 0)
     for step, batch in enumerate(loader, start):
         # Flips, and the proposals that torchvision trains on, are sampled from this seed.
         torch.manual_seed(ser.rng(args.seed, "coco", step, rank).initial_seed())
-        batch = [flip(image, target) for image, target in batch]
-        images = [image.to(device) for image, _ in batch]
-        targets = [{"boxes": target["boxes"].float().to(device),
-                    "labels": target["labels"].to(device)} for _, target in batch]
+        images = []
+        targets = []
+        for image, target in batch:
+            image, target = flip(image, target)
+            images.append(image.to(device))
+            boxes = target["boxes"].float()
+            targets.append({"boxes": boxes.to(device), "labels": target["labels"].to(device)})
+
+        lr = lr_at(step, args)
+        optimizer.param_groups[0]["lr"] = lr
         losses = parallel(images, targets)     # of the RPN and of the boxes, four
         loss = sum(losses.values())
         optimizer.zero_grad()
         loss.backward()
-        optimizer.param_groups[0]["lr"] = lr_at(step, args)
         optimizer.step()
         bar.update(args.batch_size)
+
         done = step + 1
         if done % args.save_every == 0 or done == args.iterations:
-            ser.record(log, bar, done, {"loss": loss, **losses}, lr_at(step, args))
+            ser.record(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
+                encoder = model.backbone.encoder.state_dict()     # which ser.load asks for
                 ser.save(path, step=done, settings=run, model=model.state_dict(),
-                         optimizer=optimizer.state_dict())
+                         encoder=encoder, optimizer=optimizer.state_dict())
+
 
 @torch.no_grad()
 def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Namespace) -> dict:
@@ -174,14 +197,16 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
     from pycocotools.cocoeval import COCOeval
     ranks, rank = ser.ranks_and_rank()
     own = Subset(data, range(rank, len(data), ranks))
-    results = []
     # One image at a time: torchvision pads a batch to its largest image, tokens attend to the
     # padding too, and the result would depend on an image's neighbours.
-    for image, truth in tqdm(DataLoader(own, None, num_workers=args.workers), disable=rank > 0):
+    loader = DataLoader(own, batch_size=None, num_workers=args.workers)
+
+    results = []
+    for image, truth in tqdm(loader, disable=rank > 0):
         output = model([image.to(device)])[0]
         output["boxes"][:, 2:] -= output["boxes"][:, :2]     # now left, top, width and height
-        columns = [output[name].tolist() for name in ("boxes", "labels", "scores")]
-        for box, label, score in zip(*columns):
+        found = zip(*[output[name].tolist() for name in ("labels", "boxes", "scores")])
+        for label, box, score in found:
             results.append({"image_id": truth["image_id"], "category_id": label, "bbox": box,
                             "score": score})
     if ranks > 1:
@@ -190,29 +215,38 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
         results = sum(parts, [])
     if rank > 0 or not results:     # rank 0 reports, and loadRes refuses an empty list
         return {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
+
     evaluation = COCOeval(data.coco, data.coco.loadRes(results), "bbox")
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
     return dict(zip(("AP", "AP50", "AP75"), evaluation.stats.tolist()))
 
-def main(argv: list[str] | None = None) -> None:
-    """Train the detector, or go on with it; measure its AP, print and write it."""
-    args = settings(argv)
-    device = ser.setup()
-    state, encoder, path = eval_linear.load(args, "coco.json")
+
+def evaluate(args: Namespace, device: torch.device) -> None:
+    """Train the detector, or go on with it; measure its AP, write and print it."""
+    checkpoint = eval_linear.load(args)
+    path = eval_linear.results_path(args, "coco.json")
+    encoder = checkpoint.encoder
     train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
+    images = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
+    run = training_settings("coco", args, checkpoint, images)
+
     model = detector(encoder, max(val.coco.cats) + 1, args).to(device)
-    train(model.train(), train_set, args, path.with_suffix(".pt"))
+    train(model.train(), train_set, args, run, path.with_suffix(".pt"))
     results = precision(model.eval(), val, device, args)
-    if ser.ranks_and_rank()[1] == 0:
-        print(f"{args.iterations} steps of {args.batch_size} images; {len(val)} images of val "
-              "(the paper's rows: 45000 steps of 32 images; 5000 images)")
-        for name, values in {"here": results.values(), **PAPER}.items():
-            print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
-        rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), encoder.depth)
-        write(path, rows, args, state["step"])
+    if ser.ranks_and_rank()[1] > 0:
+        return
+
+    rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), encoder.depth)
+    eval_linear.write(path, rows, args, checkpoint)
+    print(f"{args.iterations} steps of {args.batch_size} images; {len(val)} images of val "
+          "(the paper's rows: 45000 steps of 32 images; 5000 images)")
+    for name, values in {"here": results.values(), **PAPER}.items():
+        print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
+    print(f"results are in {path}")
+
 
 if __name__ == "__main__":
-    main()
+    main(settings, evaluate)

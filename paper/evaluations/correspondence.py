@@ -6,7 +6,7 @@ Ours. Is the token of rho_g(x) that is most similar to a token of x at its new p
 
 Prints the share of yes over 64 images, adds it to correspondence.json, and plots two of them.
 """
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 from torch import Tensor
@@ -14,20 +14,16 @@ from torch.nn.functional import normalize
 
 import eval_linear
 import ser
-from paper.evaluations import picture, write
-from paper.evaluations.tsne import load_encoders
+from paper.evaluations import arguments, load_encoders, main, picture
+
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--data", required=True, help="folder of photographs, any depth")
-    add("--checkpoint", nargs="+", required=True, help="last.pt of one or more runs")
-    add("--label", nargs="+", help="their names; none: their paths")
-    add("--out", default="", help="folder of the results; none: that of the first checkpoint")
+    parser = arguments("folder of photographs, any depth", True, True)
     # Choice: tokens are compared after the block that L_equiv regularised, before its projector.
-    add("--layer", type=int, help="block; none: that of L_equiv, else of [CLS]")
+    parser.add_argument("--layer", type=int, help="block; none: that of L_equiv, else of [CLS]")
     return parser.parse_args(argv)
+
 
 def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
     """The element for image `index`: a turn by 90 to 270 degrees, a flip, a scaling (also by 1)."""
@@ -36,10 +32,12 @@ def sample_element(name: str, index: int, grid: int) -> ser.Geometry:
     turns = torch.tensor([1 + index % 3]) * (name == "rot90")
     return ser.Geometry(flip, turns, g.grid)
 
+
 def centres(grid: tuple) -> Tensor:
     """The centres of the tokens of a grid, (N, 2): row and column, shares of height and width."""
     rows, columns = [(torch.arange(length) + 0.5) / length for length in grid]
     return torch.cartesian_prod(rows, columns)
+
 
 def destination(g: ser.Geometry, places: Tensor) -> Tensor:
     """Where rho_g brings places (N, 2) of an image, shares of height and width; g of one image."""
@@ -49,6 +47,7 @@ def destination(g: ser.Geometry, places: Tensor) -> Tensor:
     for _ in range(int(g.turns)):     # counter-clockwise: the right edge becomes the upper one
         row, column = 1 - column, row
     return torch.stack([row, column], dim=1)
+
 
 @torch.no_grad()
 def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple:
@@ -66,6 +65,7 @@ def match(encoder: ser.ViT, image: Tensor, g: ser.Geometry, layer: int) -> tuple
     right = (away.abs() <= 0.5001).all(1)     # half a token, up to rounding
     return copy[0].clamp(0, 1), torch.stack([start, end], dim=1), right
 
+
 def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor) -> None:
     """An image, its turned copy at the right, and lines from 40 tokens to their most similar."""
     side = image.shape[2]
@@ -80,18 +80,21 @@ def plot_panel(panel, image: Tensor, copy: Tensor, places: Tensor, right: Tensor
         panel.plot(x, y, color=colour, linewidth=0.8)
     panel.axis("off")
 
-def compare(args: Namespace) -> None:
-    """Measure; plot the turns of two images, a column for each encoder; print and write."""
+
+def evaluate(args: Namespace, device: torch.device) -> None:
+    """Measure; plot the turns of two images, a column for each encoder; write and print."""
     from matplotlib.figure import Figure
-    encoders, runs, path = load_encoders(args, "correspondence.json")
+    encoders, path = load_encoders(args, "correspondence.json")
+    runs = [checkpoint.settings for _, checkpoint in encoders[1:]]
     layers = [layer for run in runs for layer in run["equiv_layers"]]
     if args.layer is None:
         args.layer = layers[0] if layers else max(1, runs[0]["cls_layer"])
     figure = Figure(figsize=(3.6 * len(encoders), 3.8), layout="constrained")
-    photos = ser.list_images(args.data)
+    photos, _ = ser.list_images(args.data)
     spread = torch.linspace(0, len(photos) - 1, min(64, len(photos))).long()
     panels = figure.subplots(2, len(encoders))
-    for column, (label, step, encoder) in zip(panels.T, encoders):
+    for column, (label, checkpoint) in zip(panels.T, encoders):
+        encoder = checkpoint.encoder
         centre_crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
         images = [centre_crop(ser.read_image(photos[i])) / 255 for i in spread]
         for name in ser.ELEMENTS:
@@ -101,7 +104,8 @@ def compare(args: Namespace) -> None:
             share = 100 * right.float().mean().item()
             values = {f"{name} right %": share}
             rows = eval_linear.make_rows(values, args.data, None, args.layer)
-            write(path, rows, args, step, label)
+            rows = [row | {"encoder": label} for row in rows]
+            eval_linear.write(path, rows, args, checkpoint)
             title = f"{label}, {name}: {share:.1f} % right"
             print(title)
             if name == "rot90":
@@ -110,6 +114,8 @@ def compare(args: Namespace) -> None:
                     plot_panel(panel, images[index], *results[index])
     figure.savefig(picture(path, args))
     print(f"tokens after block {args.layer}; {picture(path, args)}")
+    print(f"results are in {path}")
+
 
 if __name__ == "__main__":
-    compare(settings())
+    main(settings, evaluate, one_process=True)

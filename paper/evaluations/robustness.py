@@ -1,12 +1,14 @@
 """ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), printed below our results.
 
-    python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes head.pt
+    python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes a head
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-c /imagenet-c
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-p /imagenet-p
+    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --turned /imagenet/val
 
 With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The encoder and the
-head of the linear probe stay as they are. C and P are altered images of val (Zenodo 2235448 and
-3565846). Unpack the archives into one folder, or each into its own (blur/, noise/, ...):
+head of the linear probe stay as they are. The last line is ours: images of val turned by 90, 180
+and 270 degrees. C and P are altered images of val (Zenodo 2235448 and 3565846). Unpack the
+archives into one folder, or each into its own (blur/, noise/, ...):
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
@@ -20,15 +22,16 @@ The paper's means over the columns, top-1 / top-5 in percent; the other methods 
 
 For images that have no C, such as imagenette's, `make` writes one (experiments/imagenette.py).
 """
-import shutil
+import contextlib
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+import tempfile
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import DatasetFolder
 from torchvision.transforms import v2
@@ -36,7 +39,7 @@ from tqdm import tqdm
 
 import eval_linear
 import ser
-from paper.evaluations import write
+from paper.evaluations import arguments, main
 
 # The paper's columns; P's speckle_noise, gaussian_blur, spatter and shear cannot be downloaded.
 CORRUPTIONS = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
@@ -45,7 +48,8 @@ CORRUPTIONS = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", 
 SETS = {"C": [f"{name}/{severity}" for name in CORRUPTIONS for severity in (1, 2, 3, 4, 5)],
         "P": ["gaussian_noise", "shot_noise", "speckle_noise", "motion_blur", "zoom_blur",
               "gaussian_blur", "snow", "spatter", "brightness", "translate", "rotate", "tilt",
-              "scale", "shear"]}
+              "scale", "shear"],
+        "turned": ["90", "180", "270"]}     # degrees, counter-clockwise
 # The paper's rows, without the last column, which is the mean of the others.
 PAPER = {"C": """\
 top-1   Gauss Shot  Impul Defoc Glass Motio Zoom  Snow  Frost Fog   Brigh Contr Elast Pixel JPEG
@@ -61,44 +65,118 @@ SER     68.97 69.01 69.00 59.09 69.46 69.35 58.02 67.86 64.58 69.04 65.76 68.60 
 top-5   Gau-N Shot  Speck Motio Zoom  Gau-B Snow  Spatt Brigh Trans Rotat Tilt  Scale Shear
 MoCo-v3 87.75 87.81 87.82 80.34 87.91 87.94 79.22 86.75 84.54 87.72 85.16 87.48 69.08 85.84
 SER     88.62 88.59 88.60 82.01 88.66 88.68 80.56 87.58 85.59 88.52 86.01 88.17 71.25 86.78
+""", "turned": """\
+top-1   90    180   270
+top-5   90    180   270
 """}
 
-# ==== ImageNet-C ==================================================================================
-def score_images(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespace) -> list[float]:
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line."""
+    parser = arguments()
+    add = parser.add_argument
+    add("--head", default="", help="of eval_linear.py; none: the one beside checkpoint or results")
+    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
+    add("--imagenet-p", "--p", dest="p", default="", help="its folder")
+    add("--turned", default="", help="folder of the validation classes, whose images are turned")
+    add("--batch-size", type=ser.count, default=1024, help="images per pass, over all ranks")
+    args = parser.parse_args(argv)
+    args.data = args.c or args.p or args.turned     # eval_linear.load asks for it
+    if not args.data:
+        parser.error("--imagenet-c, --imagenet-p or --turned must name a folder")
+    return args
+
+
+def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint, out: Path,
+              device: torch.device) -> Namespace:
+    """--head, or the one head of this encoder beside the checkpoint or in `out`: its path, linear
+    (B, K) -> (B, C), classes, blocks whose [CLS] it reads, and what rows say of it, `made`. Exits
+    with one sentence if no head fits, or several do."""
+    paths = [Path(args.head)]
+    if not args.head:
+        folders = {Path(args.checkpoint).parent.resolve(), out.resolve()}
+        paths = [path for folder in folders for path in folder.glob("head-*.pt")]
+
+    fitting = {}
+    for path in paths:
+        state = torch.load(path, device, weights_only=True)
+        if state.get("weights") == checkpoint.weights:
+            fitting[str(path)] = state
+    if not fitting:
+        sys.exit(f"no head of {args.checkpoint} in {args.head or out}: eval_linear.py trains one")
+    if len(fitting) > 1:
+        names = ", ".join(sorted(fitting))
+        sys.exit(f"several heads are of {args.checkpoint}; name one by --head: {names}")
+
+    path, state = fitting.popitem()
+    classes, width = state["weight"].shape
+    linear = nn.Linear(width, classes).to(device).requires_grad_(False)
+    linear.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
+    given = state["settings"]
+    made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"], "rates": given["lr"],
+            "epochs": given["epochs"], "cached": given["cache"], "seed": given["seed"]}
+    return Namespace(path=path, linear=linear, classes=state["classes"], blocks=state["blocks"],
+                     made=made)
+
+
+# ==== ImageNet-C and turned images =======================================================
+def uncropped(encoder: ser.ViT) -> v2.Transform:
+    """Images at the encoder's size. C and P are centre crops already: to enlarge and cut them, as
+    the images of val, would change every result."""
+    side = encoder.grid * encoder.patch_size
+    return v2.Resize((side, side))
+
+
+def turned(encoder: ser.ViT, degrees: int) -> v2.Transform:
+    """The centre crop of an image of val, turned counter-clockwise."""
+    crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
+    turn = partial(torch.rot90, k=degrees // 90, dims=(-2, -1))
+    return v2.Compose([crop, turn])
+
+
+def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
+                 args: Namespace) -> list[float]:
     """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head."""
-    images = eval_linear.class_folder(folder, uncropped(encoder), head.classes)
+    images = eval_linear.class_folder(folder, transform, head.classes)
     features, labels = eval_linear.extract(encoder, images, head.blocks, args)
-    logits = F.linear(features, head.weight, head.bias)
     all_classes = torch.arange(len(head.classes)).to(labels)
-    return eval_linear.accuracy(logits, labels, all_classes)
+    return eval_linear.accuracy(head.linear(features), labels, all_classes)
+
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """Write a C of data/CLASS/..., or of the first `per_class` images of each class; it is renamed
-    to `folder` when it is complete. Its results compare with one another alone: imagecorruptions is
-    not the original code (blur, snow and frost differ), and the resize before it is bicubic."""
+    """Write a C of data/CLASS/..., or of the first `per_class` images of each class, beside
+    `folder`, and rename it when it is complete; if another process was first, its images stay.
+    Results compare with one another alone: imagecorruptions is not the original code (blur, snow
+    and frost differ), and the resize before it is bicubic."""
     import numpy
     from imagecorruptions import corrupt
-    unfinished = Path(f"{folder}-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     crop = eval_linear.eval_transform(224)
-    sources: list[Path] = []
+    sources = []
     for class_folder in sorted(Path(data).iterdir()):
-        sources += sorted(class_folder.iterdir())[:per_class]
-    for source in tqdm(sources, "corrupting"):
-        image = crop(ser.read_image(str(source))).permute(1, 2, 0).numpy()
-        for one in SETS["C"]:
-            name, severity = one.split("/")
-            number = ser.rng(seed, one, source.stem).initial_seed() % 2 ** 32
-            numpy.random.seed(number)
-            # These two do not sample from numpy's global generator.
-            own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}
-            changed = corrupt(image, int(severity), name, **own)
-            target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
-    unfinished.rename(folder)
+        if class_folder.is_dir():
+            images = [path for path in class_folder.iterdir() if not path.name.startswith(".")]
+            sources += sorted(images)[:per_class]
 
-# ==== ImageNet-P ==================================================================================
+    Path(folder).parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(folder).parent) as temporary:
+        unfinished = Path(temporary, "unfinished")
+        for source in tqdm(sources, "corrupting"):
+            image = crop(ser.read_image(str(source))).permute(1, 2, 0).numpy()
+            for one in SETS["C"]:
+                name, severity = one.split("/")
+                number = ser.rng(seed, one, source.stem).initial_seed() % 2 ** 32
+                numpy.random.seed(number)
+                # These two do not sample from numpy's global generator.
+                own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}
+                changed = corrupt(image, int(severity), name, **own)
+                target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
+        with contextlib.suppress(OSError):     # `folder` is there, and not empty
+            unfinished.rename(folder)
+
+
+# ==== ImageNet-P =========================================================================
 def read_video(path: str) -> Tensor:
     """The frames (n, 3, h, w) uint8 of a video."""
     import av
@@ -106,18 +184,19 @@ def read_video(path: str) -> Tensor:
         frames = [torch.from_numpy(f.to_ndarray(format="rgb24")) for f in file.decode(video=0)]
     return torch.stack(frames).permute(0, 3, 1, 2)
 
+
 def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespace) -> list[float]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
     over videos of the mean over their frames (Choice: of all frames). Ranks share the videos."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
     own = Subset(videos, range(rank, len(videos), ranks))
-    all_classes = torch.arange(len(head.classes)).to(head.weight.device)
-    sums = torch.zeros(2, device=head.weight.device)
     loader = DataLoader(own, batch_size=None, num_workers=args.workers)
+
+    all_classes = torch.arange(len(head.classes)).to(head.linear.weight.device)
+    sums = torch.zeros(2, device=all_classes.device)
     for frames, place in tqdm(loader, folder.name, leave=False, disable=rank > 0):
-        features = eval_linear.cls_features(encoder, frames, head.blocks)
-        logits = F.linear(features, head.weight, head.bias)
+        logits = head.linear(eval_linear.cls_features(encoder, frames, head.blocks))
         label = head.classes.index(videos.classes[place])
         labels = all_classes[label].expand(len(frames))
         sums += torch.tensor(eval_linear.accuracy(logits, labels, all_classes)).to(sums)
@@ -125,95 +204,81 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
         torch.distributed.all_reduce(sums)
     return (sums / len(videos)).tolist()
 
-# ==== Sets, heads and tables ======================================================================
+
+# ==== Sets and tables ====================================================================
 def find_sets(kind: str, root: str) -> dict[str, Path]:
     """Set -> folder, of the sets of C ("fog/3") or P ("tilt") that are there as root/SET or
-    root/ANY/SET. Exits with one sentence if there is none."""
+    root/ANY/SET; turned images are all of root. Exits with one sentence if there is none."""
     folders = {}
     for name in SETS[kind]:
-        for folder in (Path(root, name), *Path(root).glob(f"*/{name}")):
+        places = [Path(root, name), *Path(root).glob(f"*/{name}")]
+        if kind == "turned":
+            places = [Path(root)]
+        for folder in places:
             if folder.is_dir():
                 folders[name] = folder
     if not folders:
-        sys.exit(f"there is no ImageNet-{kind} at {root}, not even {SETS[kind][0]}")
+        sys.exit(f"there is no set of {kind} at {root}, not even {SETS[kind][0]}")
     return folders
 
-def load_head(args: Namespace, encoder: ser.ViT, device: torch.device) -> Namespace:
-    """The weight, bias, classes, blocks that head.pt holds; exits if it is of another encoder."""
-    path = Path(args.head or Path(args.checkpoint).with_name("head.pt"))
-    head = torch.load(path, device, weights_only=True) if path.exists() else {}
-    if head.get("encoder") != eval_linear.fingerprint(encoder):
-        sys.exit(f"{path} is not a head of {args.checkpoint}: eval_linear.py trains one")
-    return Namespace(**head)
 
-def uncropped(encoder: ser.ViT) -> v2.Transform:
-    """Images at the encoder's size. C and P are centre crops already: to enlarge and cut them, as
-    the images of val, would change every result."""
-    side = encoder.grid * encoder.patch_size
-    return v2.Resize((side, side))
+def columns(kind: str, results: dict, place: int) -> Tensor:
+    """Top-1 (place 0) or top-5 (1) in the paper's columns; nan for what is missing."""
+    missing = (torch.nan, torch.nan)
+    values = torch.tensor([results.get(name, missing)[place] for name in SETS[kind]])
+    # Choice: the paper is silent about severities; C is usually scored by the mean over five.
+    return values.view(-1, 5).mean(1) if kind == "C" else values
 
-def columns(kind: str, results: dict, top5: bool) -> Tensor:
-    """Top-1 or top-5 in the paper's columns; nan for what is missing."""
-    values = torch.tensor([results.get(name, (torch.nan, torch.nan))[top5] for name in SETS[kind]])
-    if kind == "C":
-        # Choice: the paper is silent about severities; C is usually scored by the mean over five.
-        values = values.view(-1, 5).mean(1)
-    return values
 
 def table(kind: str, results: dict, classes: int) -> str:
     """The results, above the paper's rows. All means are over the columns that are there."""
-    there = ~columns(kind, results, top5=False).isnan()
+    there = ~columns(kind, results, 0).isnan()
 
     def line(name: str, values: Tensor) -> str:
         shown = [*values.tolist(), values[there].mean().item()]
         return f"{name:8}" + "".join(f"{value:7.2f}" for value in shown)
 
-    lines = [f"ImageNet-{kind}, percent among {classes} classes (the paper's rows: 1000 classes)",
+    lines = [f"{kind}: percent among {classes} classes (the paper's rows: 1000 classes)",
              f"means are over the {there.sum()} of {len(there)} columns that are there"]
-    for name, *cells in map(str.split, PAPER[kind].splitlines()):
+    for row in PAPER[kind].splitlines():
+        name, *cells = row.split()
         if name in ("top-1", "top-5"):
-            lines.append(f"{name:8}" + "".join(f"{cell:>7}" for cell in (*cells, "mean")))
-            lines.append(line("here", columns(kind, results, name == "top-5")))
+            lines.append(f"{name:8}" + "".join(f"{cell:>7}" for cell in [*cells, "mean"]))
+            lines.append(line("here", columns(kind, results, ("top-1", "top-5").index(name))))
         else:
             lines.append(line(name, torch.tensor([float(cell) for cell in cells])))
     return "\n".join(lines)
 
-def settings(argv: list[str] | None = None) -> Namespace:
-    """The settings of a command line."""
-    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("--checkpoint", required=True, help="last.pt of a run of any method")
-    add("--head", default="", help="of eval_linear.py; none: head.pt beside the checkpoint")
-    add("--out", default="", help="folder of robustness.json; none: that of the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
-    add("--imagenet-p", "--p", dest="p", default="", help="its folder")
-    add("--batch-size", type=int, default=1024, help="images of C per pass, over all ranks")
-    add("--workers", type=int, default=8, help="loader processes of a rank")
-    args = parser.parse_args(argv)
-    args.data = args.c or args.p     # eval_linear.load asks for it
-    if not args.data:
-        parser.error("--imagenet-c or --imagenet-p must name a folder")
-    return args
 
-def main(argv: list[str] | None = None) -> None:
-    """Score what the command line names, print and write it."""
-    args = settings(argv)
-    device = ser.setup()
-    folders = {kind: find_sets(kind, root) for kind, root in (("C", args.c), ("P", args.p)) if root}
-    state, encoder, path = eval_linear.load(args, "robustness.json")
-    head = load_head(args, encoder, device)
-    encoder.to(device)
+def evaluate(args: Namespace, device: torch.device) -> None:
+    """Score what the command line names; write each set when it is scored, then print tables."""
+    _, rank = ser.ranks_and_rank()
+    roots = {"C": args.c, "P": args.p, "turned": args.turned}
+    folders = {kind: find_sets(kind, root) for kind, root in roots.items() if root}
+    checkpoint = eval_linear.load(args)
+    path = eval_linear.results_path(args, "robustness.json")
+    head = load_head(args, checkpoint, path.parent, device)
+    encoder = checkpoint.encoder.to(device)
+
+    results = {kind: {} for kind in folders}
     for kind, sets in folders.items():
-        score = score_images if kind == "C" else score_videos
-        results = {}
-        for name, folder in sets.items():     # written as soon as scored: ten of P take hours
-            results[name] = score(encoder, head, folder, args)
-            values = dict(zip(("linear top-1 %", "linear top-5 %"), results[name]))
+        for name, folder in sets.items():     # ten sets of P take hours
+            if kind == "P":
+                scores = score_videos(encoder, head, folder, args)
+            else:
+                change = turned(encoder, int(name)) if kind == "turned" else uncropped(encoder)
+                scores = score_images(encoder, head, folder, change, args)
+            results[kind][name] = scores
+            values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
-            if ser.ranks_and_rank()[1] == 0:
-                write(path, rows, args, state["step"])
-        if ser.ranks_and_rank()[1] == 0:
-            print(table(kind, results, len(head.classes)))
+            if rank == 0:
+                eval_linear.write(path, rows, args, checkpoint, head=head.made)
+
+    if rank == 0:
+        for kind in results:
+            print(table(kind, results[kind], len(head.classes)))
+        print(f"scored by {head.path}; results are in {path}")
+
 
 if __name__ == "__main__":
-    main()
+    main(settings, evaluate)

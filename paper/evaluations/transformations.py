@@ -10,7 +10,7 @@ labels, following Garrido et al.", and does not say from which images, pairs or 
 probe: compare our encoders with one another, not with the paper's rows.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import eval_linear
 import ser
-from paper.evaluations import one_process, write
+from paper.evaluations import arguments, main
 
 TASKS = {"rotation": [0, 1, 2, 3], "flip": [0, 4]}     # versions: 0 to 3 quarter turns; 4, the flip
 PAPER_LAYERS = [1, 3, 6, 9, 12]
@@ -31,19 +31,23 @@ PAPER = {"rotation": """\
   paper, MoCo-v3 + STL             62.91   82.09   88.83   97.22   83.27
   paper, MoCo-v3 + SER             63.02   78.68   92.87   96.59   75.95"""}
 
+
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = arguments("folder with train/CLASS, val/CLASS; none: synthetic images, and a "
+                       "--checkpoint of runs/ser/last.pt")
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
-    add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
-    add("--out", default="", help="folder of transformations.json; none: that of the checkpoint")
-    add("--layers", type=int, nargs="+", default=PAPER_LAYERS, help="blocks, of those that it has")
-    add("--images", type=int, default=20000, help="of train, spread over it; half as many of val")
-    add("--seed", type=int, default=0, help="seed of the probes and their order")
-    add("--workers", type=int, default=8, help="loader processes")
+    add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks that it has")
+    add("--images", type=ser.count, default=20000, help="of train, spread over it; half of val")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)
+
+
+def spread(data: Dataset, most: int) -> Subset:
+    """At most so many images, spread over all."""
+    places = torch.linspace(0, len(data) - 1, min(most, len(data)))
+    return Subset(data, places.long().tolist())
+
 
 @torch.no_grad()
 def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int) -> Tensor:
@@ -54,28 +58,32 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int
         x = ser.normalise(images.to(encoder.cls_token.device) / 255)
         # Exact permutations of the pixels of one centre crop, without jitter.
         turned = [torch.rot90(x, turns, (-2, -1)) for turns in range(4)]
-        maps = encoder(torch.cat([*turned, x.flip(-1)]), layers).maps
+        versions = torch.cat([*turned, x.flip(-1)])
+        maps = encoder(versions, layers).maps
+
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
         # after block 3. No LayerNorm after the last: the probe standardises its features.
-        means = [maps[layer].float().mean((2, 3)) for layer in layers]            # (V B, D) each
-        means = torch.stack(means, dim=1)
+        means = torch.stack([maps[layer].float().mean((2, 3)) for layer in layers], dim=1)
         batches.append(means.unflatten(0, (5, -1)))                               # (V, B, L, D)
     return torch.cat(batches, dim=1).transpose(0, 1)
+
 
 def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     """The accuracy in percent, on test (m, V, D), of an MLP trained on train (n, V, D) to tell
     `versions` from each other."""
     std = train.std((0, 1)).clamp_min(1e-6)
     z = (torch.cat([train, test]) - train.mean((0, 1))) / std
+
     # Choice: a pair, as one photograph rarely tells that it is mirrored; the paper has 97%.
     moved = z[:, versions]                                                        # (n + m, A, D)
     still = z[:, :1].expand_as(moved)
     x = torch.cat([still, moved], dim=2).flatten(0, 1)
     y = torch.arange(len(versions), device=x.device).repeat(len(z))
     n_train = len(versions) * len(train)     # rows of train, in front of those of test
-    torch.manual_seed(seed)
+
     # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3; 10 epochs
     # of some images, where they have 50 epochs (300 in their README) of all.
+    torch.manual_seed(seed)
     heads = eval_linear.Heads(1, x.shape[1], len(versions), mlp=True)
     mlp = heads[0].to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
@@ -84,35 +92,47 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
             optimizer.zero_grad()
             nn.functional.cross_entropy(mlp(x[rows]), y[rows]).backward()
             optimizer.step()
-    return 100 * (mlp(x[n_train:]).argmax(1) == y[n_train:]).float().mean().item()
 
-def predict(args: Namespace) -> None:
-    """Measure a checkpoint, and the random weights it began with; print and write the result."""
-    one_process()
-    state, trained, path = eval_linear.load(args, "transformations.json")
-    run = Namespace(**state["settings"])
+    right = mlp(x[n_train:]).argmax(1) == y[n_train:]
+    return 100 * right.float().mean().item()
+
+
+def evaluate(args: Namespace, device: torch.device) -> None:
+    """Measure a checkpoint, and the random weights it began with; write the result and print it."""
+    checkpoint = eval_linear.load(args)
+    path = eval_linear.results_path(args, "transformations.json")
+    run = Namespace(**checkpoint.settings)
     layers = [layer for layer in args.layers if layer <= run.depth]
-    _, sets = eval_linear.load_sets(args, run.image_size)
-    for split, most in (("train", args.images), ("val", args.images // 2)):
-        last = len(sets[split]) - 1
-        places = torch.linspace(0, last, min(most, last + 1)).long()
-        sets[split] = Subset(sets[split], places.tolist())
+    sets = eval_linear.load_sets(args, run.image_size)
+    train = spread(sets.train, args.images)
+    test = spread(sets.tests["val"], args.images // 2)
+
+    encoders = {"untrained": ser.seeded_encoder(run), "trained": checkpoint.encoder}
     features = {}
-    for name, encoder in (("untrained", ser.new_encoder(run)), ("trained", trained)):
-        encoder.to(ser.setup())
-        features[name] = [version_features(encoder, sets[split], layers, args.workers)
-                          for split in ("train", "val")]
+    for name, encoder in encoders.items():
+        encoder.to(device)
+        features[name] = [version_features(encoder, data, layers, args.workers)
+                          for data in (train, test)]
+
+    rows = []
+    lines = []
     for task, versions in TASKS.items():
-        print(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
-        for name, (train, test) in features.items():
-            values = [probe(train[:, :, at], test[:, :, at], versions, args.seed)
-                      for at in range(len(layers))]
-            print(f"  {name:28}" + "".join(f"{value:8.2f}" for value in values))
-            for layer, value in zip(layers, values):
-                rows = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
-                write(path, rows, args, state["step"], name)
+        lines.append(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
+        for name, (x, x_test) in features.items():
+            line = f"  {name:28}"
+            for place, layer in enumerate(layers):
+                value = probe(x[:, :, place], x_test[:, :, place], versions, args.seed)
+                line += f"{value:8.2f}"
+                own = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
+                rows += [row | {"encoder": name} for row in own]
+            lines.append(line)
         if layers == PAPER_LAYERS:
-            print(PAPER[task])
+            lines.append(PAPER[task])
+
+    eval_linear.write(path, rows, args, checkpoint)
+    print("\n".join(lines))
+    print(f"results are in {path}")
+
 
 if __name__ == "__main__":
-    predict(settings())
+    main(settings, evaluate, one_process=True)

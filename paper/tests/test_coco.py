@@ -8,10 +8,12 @@ from PIL import Image
 
 import ser
 from paper.evaluations import coco
-from paper.tests.toys import become_rank, seeded, toy_checkpoint, values
+from paper.tests.toys import become_rank, call, toy_checkpoint, values
+from test_ser import close, same, seeded, sentence
 
 pytest.importorskip("pycocotools")
 COLOURS = {3: (255, 220, 0), 90: (0, 80, 255)}     # of categories, with a gap as COCO's have
+
 
 def write_split(root, name, images):
     """A split. images: for each, whose ids go down, a list of (category, box, iscrowd)."""
@@ -30,11 +32,13 @@ def write_split(root, name, images):
         picture.save(Path(root, name, f"{number:012}.png"))
     Path(root, "annotations", f"instances_{name}.json").write_text(json.dumps(found))
 
+
 def squares(seed, n):
     """An object in each image, of 8 or 16 pixels and a category of its own."""
     places = 4 * torch.randint(5, (n, 2), generator=seeded(seed))
     return [[((3, 90)[i % 2], [*place.tolist(), 8 + i % 2 * 8, 8 + i % 2 * 8], 0)]
             for i, place in enumerate(places)]
+
 
 @pytest.fixture
 def small(monkeypatch):
@@ -50,24 +54,47 @@ def small(monkeypatch):
     monkeypatch.setattr(coco, "detector", smaller)
     monkeypatch.setattr(coco.Pyramid, "out_channels", 16)
 
+
+def test_defaults(small):
+    """The paper's 45k iterations of 32 images, for which the recipe is a usual one."""
+    assert vars(coco.settings(["--data", "D"])) == dict(
+        data="D", checkpoint="", out="", seed=0, workers=8, iterations=45000, batch_size=32,
+        base_lr=1e-4, size=800, save_every=500)
+    encoder = ser.ViT(32, 16, dim=8, depth=1, heads=1, cls_layer=0)
+    model = coco.detector(encoder, 91, coco.settings(["--data", "D"]))
+    assert (model.transform.min_size, model.transform.max_size) == ((800,), 1333)
+    anchors = model.rpn.anchor_generator
+    assert anchors.sizes == [(32,), (64,), (128,), (256,), (512,)]
+    assert anchors.aspect_ratios == [(0.5, 1.0, 2.0)] * 5
+
+
 def test_a_small_detector_finds_squares(small, tmp_path, capsys):
-    """The command reaches an AP above .5, beside the paper's rows; the encoder stays as it is."""
+    """The command reaches an AP above .5, beside the paper's rows; the encoder stays as it is. A
+    finished detector is not scored for other images."""
     path = toy_checkpoint(tmp_path, shaken=False, image_size=32, patch_size=4, dim=48)
     write_split(tmp_path, "train2017", squares(100, 160))
     write_split(tmp_path, "val2017", squares(0, 10))
-    coco.main(["--data", str(tmp_path), "--checkpoint", path, "--size", "32", "--workers", "0",
-               "--iterations", "72", "--batch-size", "2", "--base-lr", "3e-3"])
+    line = ["--data", tmp_path, "--checkpoint", path, "--size", "32", "--workers", "0",
+            "--iterations", "72", "--batch-size", "2", "--base-lr", "3e-3"]
+    call(coco, *line)
     assert values(tmp_path / "coco.json", set="val2017", classes=2)["AP"] > 0.5
     assert "0.242   0.428   0.244" in capsys.readouterr().out
-    model = torch.load(tmp_path / "coco.pt")["model"]
+    state = torch.load(tmp_path / "coco.pt")
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
     for name, weight in ser.load_encoder(path).state_dict().items():
-        assert torch.equal(model[f"backbone.encoder.{name}"], weight)
+        assert torch.equal(state["model"][f"backbone.encoder.{name}"], weight), name
+
+    index = tmp_path / "annotations/instances_train2017.json"
+    index.write_text(index.read_text().replace("0001.png", "000A.png"))
+    assert "checksum" in sentence(call, coco, *line)
+
 
 def test_the_rate_rises_and_falls_twice():
     """Of 45,000 steps 1,000 are warmup; the rate falls after 30,000 and after 40,000."""
     args = coco.settings(["--data", "D", "--checkpoint", "C"])
     rates = [coco.lr_at(step, args) for step in (499, 999, 29999, 30000, 39999, 40000, 44999)]
     assert rates == pytest.approx([5e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, monkeypatch):
     """Images are numbered by the widths of their boxes; no crowds, no empty boxes or images."""
@@ -95,7 +122,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, 
 
         model = coco.detector(ser.load_encoder(path), 91, args).train()
         model.register_forward_pre_hook(look)
-        coco.train(model, coco.photos(args, "train2017", True), args, tmp_path / f"{name}.pt")
+        coco.train(model, coco.photos(args, "train2017", True), args, {}, tmp_path / f"{name}.pt")
         return steps, model.state_dict()
 
     whole, weights = train("whole")
@@ -106,7 +133,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, 
         with pytest.raises(ZeroDivisionError):
             train("parts")
     steps, parts = train("parts")
-    assert steps == whole[2:] and all(torch.equal(parts[name], weights[name]) for name in weights)
+    assert steps == whole[2:] and same(parts, weights)
     for name, logged in (("whole", [2, 4]), ("parts", [4])):
         assert [json.loads(line)["step"] for line in open(tmp_path / f"{name}.jsonl")] == logged
     shares = []
@@ -114,6 +141,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, 
         become_rank(monkeypatch, rank)
         shares.append(train(f"rank{rank}")[0])
     assert [sorted(a + b) for a, b in zip(*shares)] == [sorted(step) for step in whole]
+
 
 def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
     """And nothing at all 0. 7 of 26 pixels aside IoU is 19 / 33 = .576, right at .50 and .55 of ten
@@ -140,6 +168,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
         precision(0, 1, [rank])
     assert seen == [1, 2]
 
+
 def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     pyramid = coco.Pyramid(encoder)
@@ -148,4 +177,4 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
         (256, 32, 48), (256, 16, 24), (256, 8, 12), (256, 4, 6), (256, 2, 3)]
     pyramid.levels[2] = torch.nn.Identity()
     tokens = encoder(x, [3]).maps[3].movedim(1, -1)
-    torch.testing.assert_close(pyramid(x)["2"], encoder.norm(tokens).movedim(-1, 1))
+    close(pyramid(x)["2"], encoder.norm(tokens).movedim(-1, 1))

@@ -5,6 +5,7 @@ from PIL import Image
 from torch import nn
 
 import ser
+from eval_linear import Checkpoint
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import centres, destination, match, settings
 from paper.tests.toys import class_folders, seeded
@@ -48,15 +49,17 @@ def test_a_change_of_scale_is_measured_in_tokens_of_the_copy():
 
 def test_the_picture_has_the_printed_shares(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    encoders = [("blind", 0, Places()), ("perfect", 0, Colours())]
+    run = {"equiv_layers": [2], "cls_layer": 2}
+    encoders = [("blind", Checkpoint(Places(), "a", 0, {})),
+                ("perfect", Checkpoint(Colours(), "b", 0, run))]
     monkeypatch.setattr(correspondence, "load_encoders", lambda _, name: (
-        encoders, [{"equiv_layers": []}, {"equiv_layers": [2]}], tmp_path / name))
+        encoders, tmp_path / name))
     plotted = []
     plot_panel = correspondence.plot_panel
     monkeypatch.setattr(correspondence, "plot_panel", lambda panel, *rest: (
         plotted.append((panel.get_title(), rest[-1].any())), plot_panel(panel, *rest)))
     args = settings(["--data", class_folders(tmp_path / "photos", size=16), "--checkpoint", "A"])
-    correspondence.compare(args)
+    correspondence.evaluate(args, torch.device("cpu"))
     assert args.layer == 2
     printed = capsys.readouterr().out.splitlines()
     # Nothing stays in its place: turns and flips are never the identity.

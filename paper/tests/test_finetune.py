@@ -1,5 +1,8 @@
-"""What paper/evaluations/finetune.py promises."""
+"""What paper/evaluations/finetune.py promises, and what the evaluations share."""
 import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,29 +11,47 @@ from torch.utils.data import TensorDataset
 
 import eval_linear
 import ser
-from paper.evaluations import finetune
+from paper.evaluations import finetune, training_settings, tsne
 from paper.evaluations.finetune import Classifier, groups, settings, train
-from paper.tests.toys import become_rank, class_folders, seeded, toy_checkpoint, values
+from paper.tests.toys import call, class_folders, toy_checkpoint, values
+from test_ser import close, run_ranks, same, seeded, sentence
 
 QUICK = ["--epochs", "2", "--batch-size", "8", "--workers", "0"]
 
+
 def model_of(folder, drop_path=0.0):
     torch.manual_seed(0)
-    return Classifier(ser.load_encoder(toy_checkpoint(folder, shaken=False)), 6, drop_path)
+    encoder = ser.load_encoder(toy_checkpoint(folder, shaken=False))
+    return Classifier(encoder, 6, drop_path)
+
+
+def test_defaults():
+    """A short, plain recipe: MAE's rates, and a tenth of the epochs as warmup."""
+    assert vars(settings([])) == dict(
+        data="", checkpoint="", out="", val="", test=[], seed=0, workers=8, epochs=50,
+        warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05, layer_decay=0.75,
+        drop_path=0.1, label_smoothing=0.1)
+
 
 def test_rates_and_decays_are_those_of_a_list_made_by_hand(tmp_path):
-    """.75 ** (number of layers above), and only matrices decay; every parameter is in one group."""
+    """.75 ** (number of layers above), and only matrices decay; a group for each pair of both."""
     model = model_of(tmp_path)
-    rates = {"head": 1.0, "norm": 1.0, "blocks.2": 0.75, "blocks.1": 0.5625, "blocks.0": 0.421875,
-             "pos_embed": 0.31640625, "cls_token": 0.31640625, "patch_embed": 0.31640625}
+    rates = {"head": 1.0, "norm": 1.0, "blocks.2": 0.75, "blocks.1": 0.5625,
+             "blocks.0": 0.421875, "pos_embed": 0.31640625, "cls_token": 0.31640625,
+             "patch_embed": 0.31640625}
     matrices = ("proj.weight", "qkv.weight", "fc1.weight", "fc2.weight", "head.weight")
-    found = {group["params"][0]: group for group in groups(model, settings(QUICK))}
-    assert len(found) == len(groups(model, settings(QUICK))) == len([*model.parameters()])
+    made = groups(model, settings(QUICK))
+    assert len(made) == 10
+    found = [(p, group) for group in made for p in group["params"]]
+    assert len(found) == len(dict(found)) == len([*model.parameters()])
     for name, p in model.named_parameters():
         short = name.removeprefix("encoder.")
         rate, = [rate for start, rate in rates.items() if short.startswith(start)]
         decay = 0.05 if name.endswith(matrices) else 0.0
-        assert p.requires_grad and (found[p]["scale"], found[p]["weight_decay"]) == (rate, decay)
+        group = dict(found)[p]
+        assert p.requires_grad, name
+        assert (group["scale"], group["weight_decay"]) == (rate, decay), name
+
 
 def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
     model = model_of(tmp_path, drop_path=0.5)
@@ -38,29 +59,29 @@ def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
     for block, share in zip(model.encoder.blocks, (0.0, 0.25, 0.5)):
         for layer in (block.attn["proj"], block.mlp["fc2"]):
             branch = layer(torch.randn(2000, 1, layer.in_features, generator=seeded(1)))
-            assert (branch == 0).all(2).float().mean() == pytest.approx(share, abs=0.03)
+            skipped = (branch == 0).all(2).float().mean()
+            assert skipped == pytest.approx(share, abs=0.03)
 
-@pytest.mark.parametrize("rank", [None, 0, 1])
-def test_training_is_a_plain_loop_over_its_batches(rank, tmp_path, monkeypatch):
-    """In order, with AdamW at the rate of step and layer. Two ranks have every other image."""
-    if rank is not None:
-        become_rank(monkeypatch, rank)
+
+def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
+    """In order, with AdamW at the rate of step and layer; two of 26 images are left out."""
     args = settings([*QUICK, "--label-smoothing", "0.25"])
     args.warmup_epochs = 1
     model = model_of(tmp_path)
-    images = torch.randint(256, (24, 3, 16, 16), generator=seeded(2), dtype=torch.uint8)
-    labels = torch.arange(24) % 6
+    images = torch.randint(256, (26, 3, 16, 16), generator=seeded(2), dtype=torch.uint8)
+    labels = torch.arange(26) % 6
     keys = []
     monkeypatch.setattr(eval_linear, "Seeded", lambda data, *key: keys.append(key) or data)
     train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
     assert keys == [(0, 0), (0, 1)]
+
     plain = model_of(tmp_path)
     optimizer = torch.optim.AdamW(groups(plain, args))
     for step in range(6):
-        order = torch.randperm(24, generator=ser.rng(0, "finetune", step // 3))
-        rows = order[step % 3 * 8:step % 3 * 8 + 8][rank::1 if rank is None else 2]
+        order = torch.randperm(26, generator=ser.rng(0, "finetune", step // 3))
+        rows = order[step % 3 * 8:step % 3 * 8 + 8]
         log_p = plain(images[rows]).log_softmax(1)
-        right = log_p[torch.arange(len(rows)), labels[rows]]
+        right = log_p[torch.arange(8), labels[rows]]
         optimizer.zero_grad()
         (-0.75 * right.mean() - 0.25 * log_p.mean()).backward()
         for group in optimizer.param_groups:
@@ -68,36 +89,90 @@ def test_training_is_a_plain_loop_over_its_batches(rank, tmp_path, monkeypatch):
             group["lr"] = 5e-4 * 8 / 256 * share * group["scale"]
         optimizer.step()
     for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        close(p, q, 1e-6)
 
-def test_the_command_goes_on_and_replaces_nothing_of_other_settings(tmp_path, monkeypatch):
-    """On class folders. Scored without stochastic depth; random weights are the run's first."""
-    for split, per_class in (("train", 2), ("val", 12)):
-        class_folders(tmp_path / split, per_class, size=18)
-    path = toy_checkpoint(tmp_path)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    line = [*QUICK, "--data", str(tmp_path), "--checkpoint", path, "--drop-path", "0.9", "--out"]
-    finetune.finetune(settings([*line, str(whole)]))
-    assert [json.loads(line)["step"] for line in open(whole / "finetune.jsonl")] == [1, 2]
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A fine-tuning by its command line, and that line but for --out."""
+    root = tmp_path_factory.mktemp("finetune")
+    class_folders(root / "data/train", per_class=3, size=18)
+    class_folders(root / "data/val", per_class=12, size=18)
+    line = [*QUICK, "--data", root / "data", "--checkpoint", toy_checkpoint(root)]
+    call(finetune, *line, "--out", root / "whole")
+    return root / "whole", line
+
+
+def state_of(folder):
+    return torch.load(folder / "finetune.pt", weights_only=True)
+
+
+def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
+    whole, line = done
+    log = [json.loads(text)["step"] for text in open(whole / "finetune.jsonl")]
+    assert log == [2, 4]
     with monkeypatch.context() as stop:
-        stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (2 - step))
+        stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
         with pytest.raises(ZeroDivisionError):
-            finetune.finetune(settings([*line, str(parts)]))
-    finetune.finetune(settings([*line, str(parts)]))
-    state = torch.load(parts / "finetune.pt")
-    for name, weight in torch.load(whole / "finetune.pt")["model"].items():
-        assert torch.equal(state["model"][name], weight)
-    val = eval_linear.class_folder(tmp_path / "val", eval_linear.eval_transform(16))
-    encoder = ser.load_encoder(parts / "finetune.pt")
-    features, labels = eval_linear.extract(encoder, val, 1, settings([*line, ""]))
-    logits = F.linear(features, state["model"]["head.weight"], state["model"]["head.bias"])
-    scored = [*values(parts / "finetune.json").values()]
-    assert scored == eval_linear.accuracy(logits, labels, torch.arange(6))
-    with pytest.raises(SystemExit):
-        finetune.finetune(settings([*line, str(parts), "--epochs", "3"]))
-    finetune.finetune(settings([*line, str(parts), "--random-init", "--base-lr", "0"]))
-    assert torch.load(parts / "finetune.pt")["step"] == 2
-    assert [*values(parts / "finetune.json", encoder="trained").values()] == scored
-    toy_checkpoint(tmp_path, shaken=False)
-    begun = ser.load_encoder(parts / "finetune-random.pt")
-    assert torch.equal(begun.pos_embed, ser.load_encoder(path).pos_embed)
+            call(finetune, *line, "--out", tmp_path)
+    call(finetune, *line, "--out", tmp_path)
+    assert same(state_of(tmp_path)["model"], state_of(whole)["model"])
+    assert values(tmp_path / "finetune.json") == values(whole / "finetune.json")
+
+
+def test_the_score_is_that_of_the_head_on_val(done):
+    """Without stochastic depth, by the checkpoint that evaluations take."""
+    whole, _ = done
+    data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
+    encoder = ser.load_encoder(whole / "finetune.pt")
+    features, labels = eval_linear.extract(encoder, data, 1, settings(QUICK))
+    head = state_of(whole)["model"]
+    logits = F.linear(features, head["head.weight"], head["head.bias"])
+    wanted = eval_linear.accuracy(logits, labels, torch.arange(6))
+    assert [*values(whole / "finetune.json").values()] == [*wanted]
+
+
+def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path):
+    """They are known by their names below the folder, which itself may move."""
+    whole, line = done
+    shutil.copytree(whole, tmp_path / "out")
+    moved = shutil.copytree(whole.parent / "data", tmp_path / "moved")
+    line = [*line, "--out", tmp_path / "out", "--data", moved]
+    call(finetune, *line)
+    results = Path(tmp_path, "out/finetune.json").read_text()
+    assert "--epochs" not in sentence(call, finetune, *line, "--epochs", "3")
+    Path(moved, "train/n00/000.png").rename(Path(moved, "train/n00/other.png"))
+    assert "checksum" in sentence(call, finetune, *line)
+    assert Path(tmp_path, "out/finetune.json").read_text() == results
+
+
+def finetune_rank(rank, ranks, out, data, checkpoint):
+    """The command without what each rank samples for itself; whether its group goes on."""
+    call(finetune, *QUICK, "--data", data, "--checkpoint", checkpoint, "--out", out,
+         "--drop-path", "0")
+    return torch.distributed.is_initialized()
+
+
+def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
+    root = done[0].parent
+    for name in ("one", "two"):
+        Path(tmp_path, name).mkdir()
+    finetune_rank(0, 1, tmp_path / "one", root / "data", root / "last.pt")
+    ended = run_ranks(finetune_rank, 2, tmp_path / "two", root / "data", root / "last.pt")
+    assert ended == [False, False]
+    one, two = [state_of(tmp_path / name)["model"] for name in ("one", "two")]
+    for name in one:
+        close(two[name], one[name])
+    assert values(tmp_path / "two/finetune.json") == values(tmp_path / "one/finetune.json")
+
+
+def test_ranks_must_share_a_batch(monkeypatch):
+    monkeypatch.setattr(ser, "ranks_and_rank", lambda: (3, 0))
+    checkpoint = eval_linear.Checkpoint(None, "weights", 7, {})
+    assert "3 ranks" in sentence(training_settings, "any", Namespace(batch_size=8), checkpoint, [])
+
+
+def test_several_ranks_are_refused_by_what_takes_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["--data", "D", "--checkpoint", "C"]
+    sentence(tsne.main, tsne.settings, tsne.evaluate, words, True)

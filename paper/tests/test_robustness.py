@@ -1,19 +1,24 @@
-"""What paper/evaluations/robustness.py promises of ImageNet-C and -P, and of a C made here."""
+"""What paper/evaluations/robustness.py promises of ImageNet-C and -P, of turned images, of heads,
+and of a C made here."""
 import itertools
+import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torchvision.utils import save_image
+import torchvision.transforms.functional as TF
+from PIL import Image
 
 import eval_linear
 import ser
 from paper.evaluations import robustness
 from paper.evaluations.robustness import SETS, table
-from paper.tests.toys import (CLASSES, become_rank, class_folders, seeded, toy_checkpoint, toy_head,
+from paper.tests.toys import (CLASSES, become_rank, call, class_folders, toy_checkpoint, toy_head,
                               values)
+from test_ser import seeded, sentence
+
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     """Of the paper's rows, too. 100.00 does not touch its neighbour, "nan" is what is missing."""
@@ -34,71 +39,164 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     assert part[3] == ["here"] + ["nan"] * 11 + ["50.00", "70.00", "nan", "60.00"]
     assert part[4][-1] == "56.38"     # MoCo-v3's 67.58 and 45.18
 
-# ==== ImageNet-C ==================================================================================
-def test_unaltered_images_have_the_accuracy_of_val(tmp_path):
-    """By eval_linear's own head, on images as they are; archives side by side or in folders."""
-    path = Path(toy_checkpoint(tmp_path))
+
+# ==== Images =============================================================================
+TURNS = {90: Image.ROTATE_90, 180: Image.ROTATE_180, 270: Image.ROTATE_270}
+
+
+def save_as(root, name, label, number, picture):
+    path = Path(root, name, CLASSES[label], f"{number}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(path)
+
+
+def test_images_are_scored_as_those_of_val(tmp_path):
+    """By eval_linear's own head: unaltered images of C as they are, in archives side by side or in
+    folders, have the accuracy of val; and turned ones that of images that Pillow turned."""
+    path = toy_checkpoint(tmp_path)
     for part, per_class in (("train", 4), ("val", 7)):
         class_folders(tmp_path / "data" / part, per_class, 24)
-    eval_linear.main(["--data", f"{tmp_path}/data", "--checkpoint", str(path), "--epochs", "20",
+    eval_linear.main(["--data", f"{tmp_path}/data", "--checkpoint", path, "--epochs", "20",
                       "--cache", "--workers", "0"])
     val = eval_linear.class_folder(tmp_path / "data/val", eval_linear.eval_transform(16))
-    for i, (image, label) in enumerate(val):
+    for number, (image, label) in enumerate(val):
+        picture = TF.to_pil_image(image)
         for name in ["snow/1", "weather/fog/2"] + ["contrast/3"] * (label == 0):
-            folder = tmp_path / "c" / name / CLASSES[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            save_image(image / 255, folder / f"{i}.png")
-    robustness.main(["--checkpoint", str(path), "--head", f"{tmp_path}/head-cache.pt",
-                     "--workers", "0", "--c", f"{tmp_path}/c"])
+            save_as(tmp_path / "c", name, label, number, picture)
+        for severity, turn in enumerate(TURNS.values(), start=1):
+            save_as(tmp_path / "c", f"frost/{severity}", label, number, picture.transpose(turn))
+    call(robustness, "--checkpoint", path, "--workers", "0", "--c", tmp_path / "c",
+         "--turned", tmp_path / "data/val")
+
+    def found(name):
+        return [*values(tmp_path / "robustness.json", set=name).values()]
+
     probe = [values(tmp_path / "eval.json")[f"linear top-{k} %"] for k in (1, 5)]
     assert 25 < probe[0] < 100
-    snow, fog, contrast = [[*values(tmp_path / "robustness.json", set=f"C/{name}").values()]
-                           for name in ("snow/1", "fog/2", "contrast/3")]
-    assert snow == fog == pytest.approx(probe, abs=0.01)
-    assert contrast[0] < 100     # which it would be among the only class that is there
+    assert found("C/snow/1") == found("C/fog/2") == pytest.approx(probe, abs=0.01)
+    assert found("C/contrast/3")[0] < 100     # as among the only class that is there
+    for severity, degrees in enumerate(TURNS, start=1):
+        assert found(f"turned/{degrees}") == found(f"C/frost/{severity}") != probe, degrees
 
-def test_another_head_and_mistyped_folders_end_the_evaluation_and_replace_nothing(tmp_path):
-    path = toy_checkpoint(tmp_path)
+
+# ==== Heads ==============================================================================
+@pytest.fixture
+def line(tmp_path):
+    """A command on one set of images, and a checkpoint without a head."""
     class_folders(tmp_path / "c" / "fog" / "1")
-    line = ["--checkpoint", path, "--workers", "0", "--c"]
-    with pytest.raises(SystemExit, match="head.pt"):
-        robustness.main([*line, f"{tmp_path}/c"])
-    toy_head(path)
-    (tmp_path / "c" / "fog" / "2").mkdir()     # empty: what was scored before it is written
-    with pytest.raises(FileNotFoundError):
-        robustness.main([*line, f"{tmp_path}/c"])
-    results = (tmp_path / "robustness.json").read_text()
-    for typo in ([f"{tmp_path}/d"], [f"{tmp_path}/c", "--p", f"{tmp_path}/d"]):
-        with pytest.raises(SystemExit, match="/d"):
-            robustness.main([*line, *typo])
-    toy_checkpoint(tmp_path, seed=1)
-    with pytest.raises(SystemExit, match="head.pt"):
-        robustness.main([*line, f"{tmp_path}/c"])
-    assert (tmp_path / "robustness.json").read_text() == results
+    path = toy_checkpoint(tmp_path / "run")
+    return ["--checkpoint", path, "--workers", "0", "--c", tmp_path / "c"]
 
-def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypatch):
+
+def results_of(folder):
+    return Path(folder, "robustness.json").read_text()
+
+
+def test_rows_name_the_head_that_is_found_beside_the_checkpoint_or_the_results(line, tmp_path):
+    call(robustness, *line, "--head", toy_head(line[1]))
+    row = json.loads(results_of(tmp_path / "run"))["rows"][0]
+    fingerprint = row["head"].pop("fingerprint")
+    assert row["head"] == dict(lr=0.1, rates=[0.1, 1.0], epochs=9, cached=True, seed=4)
+    assert row["weights"] == eval_linear.fingerprint(ser.load_encoder(line[1]))
+
+    Path(tmp_path, "out").mkdir()
+    Path(tmp_path, "run/head-toy.pt").rename(tmp_path / "out/head-moved.pt")
+    call(robustness, *line, "--out", tmp_path / "out")
+    row = json.loads(results_of(tmp_path / "out"))["rows"][0]
+    assert row["head"]["fingerprint"] == fingerprint
+
+
+def test_a_head_must_fit_and_be_the_only_one(line, tmp_path):
+    """What is refused replaces nothing."""
+    run = tmp_path / "run"
+    assert "eval_linear.py" in sentence(call, robustness, *line)
+    one = toy_head(line[1], "head-one.pt")
+    call(robustness, *line)
+    results = results_of(run)
+    two = toy_head(line[1], "head-two.pt")
+    told = sentence(call, robustness, *line)
+    assert one in told and two in told and "--head" in told
+    toy_checkpoint(run, seed=1)
+    sentence(call, robustness, *line)
+    assert one in sentence(call, robustness, *line, "--head", one)
+    assert results_of(run) == results
+
+
+def test_another_checkpoint_of_the_folder_has_a_head_and_rows_of_its_own(line, tmp_path):
+    run = tmp_path / "run"
+    toy_head(line[1])
+    call(robustness, *line)
+    Path(toy_checkpoint(tmp_path / "other", seed=1)).rename(run / "finetune.pt")
+    toy_head(run / "finetune.pt", "head-other.pt")
+    call(robustness, "--checkpoint", run / "finetune.pt", *line[2:])
+    call(robustness, *line)
+    rows = json.loads(results_of(run))["rows"]
+    assert len(rows) == 4 and len({row["weights"] for row in rows}) == 2
+
+
+def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(line, tmp_path):
+    toy_head(line[1])
+    (tmp_path / "c" / "fog" / "2").mkdir()     # without images
+    with pytest.raises(FileNotFoundError):
+        call(robustness, *line)
+    results = results_of(tmp_path / "run")
+    for flag in ("--c", "--p", "--turned"):
+        assert "/typo" in sentence(call, robustness, *line, flag, tmp_path / "typo"), flag
+    assert results_of(tmp_path / "run") == results
+
+
+# ==== A C made here ======================================================================
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A function that makes a C of three sets and returns its files, and a val folder."""
     pytest.importorskip("imagecorruptions")
-    names = ["gaussian_noise/1", "gaussian_noise/5", "impulse_noise/5"]
-    monkeypatch.setitem(SETS, "C", names)
+    monkeypatch.setitem(SETS, "C", ["gaussian_noise/1", "gaussian_noise/5", "impulse_noise/5"])
     data = class_folders(tmp_path / "val", 3, 48, classes=CLASSES[:2])
-    made = []
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+    Path(data, ".DS_Store").touch()
+    Path(data, "n00/.DS_Store").touch()
+
+    def make(folder, seed=0):
         robustness.make(str(tmp_path / folder), data, per_class=2, seed=seed)
-        paths = sorted(Path(tmp_path, folder).glob("*/*/*/*.JPEG"))
-        made.append({str(p.relative_to(tmp_path / folder)): p.read_bytes() for p in paths})
+        paths = sorted(Path(tmp_path, folder).glob("*/*/*/*"))
+        return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in paths}
+
+    return make, data
+
+
+def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(made, tmp_path, monkeypatch):
+    make, data = made
+    first = make("a")
     files = ["n00/000", "n00/002", "n01/001", "n01/003"]
-    assert list(made[0]) == [f"{name}/{file}.JPEG" for name in names for file in files]
-    assert made[0] == made[1] and not set(made[0].values()) & set(made[2].values())
+    assert list(first) == [f"{name}/{file}.JPEG" for name in SETS["C"] for file in files]
+    assert first == make("b") and not set(first.values()) & set(make("c", seed=1).values())
     clean = eval_linear.eval_transform(224)(ser.read_image(f"{data}/n00/000.png")).float()
     mild, strong = [(ser.read_image(f"{tmp_path}/a/{name}/n00/000.JPEG") - clean).abs().mean()
-                    for name in names[:2]]
+                    for name in SETS["C"][:2]]
     assert 5 < mild < 0.7 * strong
     monkeypatch.setattr(robustness.Image.Image, "save", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):     # stopped: what is there is complete
-        robustness.make(str(tmp_path / "d"), data)
+        make("d")
     assert not (tmp_path / "d").exists()
 
-# ==== ImageNet-P ==================================================================================
+
+def test_two_processes_that_make_a_c_do_not_meet(made, tmp_path, monkeypatch):
+    """One begins and ends while the other has made the first image. Its images stay."""
+    make, _ = made
+    inner = []
+
+    def one_by_one(sources, _):
+        yield sources[0]
+        if not inner:
+            inner.append({})
+            inner[0] = make("c", seed=1)
+        yield from sources[1:]
+
+    monkeypatch.setattr(robustness, "tqdm", one_by_one)
+    assert make("c", seed=0) == inner[0] and len(inner[0]) == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "val"]
+
+
+# ==== ImageNet-P =========================================================================
 def videos(root, names):
     """Two videos of six frames for each of three classes, in the layout of P, as mp4 without loss
     but that of the colour space; the last has the frames that are returned, beside root."""
@@ -117,6 +215,7 @@ def videos(root, names):
             file.mux(stream.encode())
     return str(root), frames
 
+
 def test_p_is_scored_as_by_one_frame_at_a_time(tmp_path, monkeypatch):
     """By one process; and two ranks share the videos."""
     root, frames = videos(tmp_path / "p", ["gaussian_noise", "tilt"])
@@ -124,17 +223,21 @@ def test_p_is_scored_as_by_one_frame_at_a_time(tmp_path, monkeypatch):
     assert (read.int() - frames.int()).abs().max() <= 4
     path = toy_checkpoint(tmp_path)
     encoder = ser.load_encoder(path)
-    head = Namespace(**torch.load(toy_head(path), weights_only=True))
-    robustness.main(["--checkpoint", path, "--p", root, "--workers", "0"])
+    weight = torch.load(toy_head(path), weights_only=True)["weight"]
+    call(robustness, "--checkpoint", path, "--p", root, "--workers", "0")
     for name in ("gaussian_noise", "tilt"):
         sums = torch.zeros(2)
         for video in Path(root).glob(f"*/{name}/*/*.mp4"):
             label = torch.tensor([CLASSES.index(video.parent.name)])
             for frame in robustness.read_video(str(video)):
-                logits = eval_linear.cls_features(encoder, frame[None], 2) @ head.weight.T
+                logits = eval_linear.cls_features(encoder, frame[None], 2) @ weight.T
                 sums += torch.tensor(eval_linear.accuracy(logits, label, torch.arange(6))) / 36
         found = [*values(tmp_path / "robustness.json", set=f"P/{name}").values()]
-        assert found == pytest.approx(sums.tolist())
+        assert found == pytest.approx(sums.tolist()), name
+
+    linear = torch.nn.Linear(32, 6, bias=False).requires_grad_(False)
+    linear.weight.copy_(weight)
+    head = Namespace(linear=linear, blocks=2, classes=CLASSES)
     sums = torch.zeros(2)
     for rank in range(2):
         become_rank(monkeypatch, rank)

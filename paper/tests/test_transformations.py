@@ -9,7 +9,9 @@ import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, settings, version_features
-from paper.tests.toys import class_folders, seeded, toy_checkpoint, values
+from paper.tests.toys import call, class_folders, toy_checkpoint, values
+from test_ser import close, seeded
+
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
@@ -22,12 +24,14 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
         with torch.no_grad():
             maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
         wanted = torch.stack([maps[1].mean((2, 3)), maps[3].mean((2, 3))], dim=1)
-        torch.testing.assert_close(found[:, version], wanted, rtol=1e-4, atol=1e-4)
+        close(found[:, version], wanted, 1e-4)
+
 
 def labelled(n, seed, strength):
     """Features (n, 5, 8), alike in all versions but for dimension v, which version v raises."""
     noise = torch.randn(n, 1, 8, generator=seeded(seed))
     return noise + strength * torch.eye(5, 8)
+
 
 def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance():
     """On test images, where swapped versions make all answers wrong; units do not matter."""
@@ -40,12 +44,25 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance():
         blind = probe(labelled(50, 1, 0.0), labelled(40, 2, 0.0), versions, 0)
         assert blind == pytest.approx(100 / len(versions))
 
+
+def test_a_probe_trains_for_ten_epochs(monkeypatch):
+    """With Adam at Garrido et al.'s rate; on 20,000 images unless the command line has others."""
+    rates = []
+    step = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: (
+        rates.append(self.param_groups[0]["lr"]), step(self)))
+    probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 0)     # 200 pairs are one batch
+    assert rates == [1e-3] * 10
+    assert settings([]).images == 20000
+
+
 def test_a_pair_tells_what_one_image_does_not():
     """Version 4 is version 0 + .5, of any version 0: only the difference tells them apart."""
     train, test = [torch.randn(n, 5, 4, generator=seeded(n)) for n in (300, 100)]
     train[:, 4] = train[:, 0] + 0.5
     test[:, 4] = test[:, 0] + 0.5
     assert probe(train, test, [0, 4], 0) > 95
+
 
 def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
         tmp_path, monkeypatch, capsys):
@@ -60,8 +77,8 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
                         lambda train, test, *_: (train.sum() + 1000 * test.sum()).item())
     for depth, layers in ((12, [1, 3, 6, 9, 12]), (3, [1, 3])):
         path = Path(toy_checkpoint(tmp_path / str(depth), depth=depth))
-        transformations.predict(settings(["--data", str(tmp_path), "--checkpoint", str(path),
-                                          "--workers", "0", "--images", "16"]))
+        call(transformations, "--data", tmp_path, "--checkpoint", path, "--workers", "0",
+             "--images", "16")
         assert ("99.73" in capsys.readouterr().out) == (depth == 12)
         for layer in layers:
             train, test = [version_features(ser.load_encoder(path), images, [layer], 0).sum()
