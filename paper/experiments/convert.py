@@ -21,13 +21,18 @@ import ser
 # (width, depth) -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
 KNOWN = {(192, 12): 3, (384, 12): 6, (768, 12): 12, (1024, 24): 16}
 
-def from_timm(checkpoint: dict, heads: int) -> dict:
+
+def from_timm(path: str, heads: int) -> dict:
     """Our checkpoint of timm's or moco-v3's; heads: 0 if the command line does not tell."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     state = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
     of_moco = "module.base_encoder.cls_token" in state
     prefix = "module.base_encoder." if of_moco else ""
     weights = {name.removeprefix(prefix): weight for name, weight in state.items()
                if name.startswith(prefix) and not name.startswith(f"{prefix}head")}
+    if not {"cls_token", "pos_embed"} <= weights.keys():
+        sys.exit(f"{path} has no ViT of timm's or moco-v3's")
+
     rows = weights["pos_embed"]                                         # (1, 1 + g g, D)
     weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # [CLS] has no other here
     grid = math.isqrt(rows.shape[1] - 1)
@@ -42,8 +47,9 @@ def from_timm(checkpoint: dict, heads: int) -> dict:
     shape = dict(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth, heads=heads)
     args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))     # else, ser.py's defaults
     args.data = "images of another program"            # hence evaluations ask for --data
-    ser.new_encoder(args).load_state_dict(weights)     # raises for what is no plain ViT
+    ser.seeded_encoder(args).load_state_dict(weights)     # raises for what is no plain ViT
     return dict(step=0, settings=vars(args), encoder=weights)
+
 
 def to_timm(checkpoint: dict) -> dict:
     """The weights of timm's VisionTransformer without a classifier, and the number of heads."""
@@ -54,6 +60,7 @@ def to_timm(checkpoint: dict) -> dict:
     rows = torch.cat([torch.zeros_like(rows[:, :1]), rows], dim=1)
     return {"state_dict": checkpoint["encoder"] | {"pos_embed": rows}, "heads": given["heads"]}
 
+
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser("python -m paper.experiments.convert", allow_abbrev=False)
@@ -63,18 +70,20 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--heads", type=int, default=0, help="attention heads, for --from-timm")
     return parser.parse_args(argv)
 
+
 def convert(args: Namespace) -> None:
     """Read a file and write the other."""
     source, target = args.from_timm or args.to_timm or args.encoder_only
-    state = torch.load(source, map_location="cpu", weights_only=True)
     if args.from_timm:
-        state = from_timm(state, args.heads)
+        state = from_timm(source, args.heads)
     elif args.to_timm:
-        state = to_timm(state)
+        state = to_timm(ser.load(source))
     else:
+        state = ser.load(source)
         state = {name: state[name] for name in ("step", "settings", "encoder")}
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
+
 
 if __name__ == "__main__":
     convert(settings())

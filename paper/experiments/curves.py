@@ -12,6 +12,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Sequence
 
+
 def records(run: str) -> dict[int, dict]:
     """Step -> its line of the log. A killed run has logged steps after its last checkpoint; the
     lines of the continued run replace them."""
@@ -23,6 +24,7 @@ def records(run: str) -> dict[int, dict]:
             kept[record["step"]] = record
     return kept
 
+
 def plot(figure: Any, runs: Sequence[str]) -> None:
     """A panel for each loss, on a figure of matplotlib's."""
     for axes, key in zip(figure.subplots(1, 2), ("inv", "equiv")):
@@ -32,12 +34,14 @@ def plot(figure: Any, runs: Sequence[str]) -> None:
         axes.set(xlabel="step", title=key)
     figure.legend(handles=figure.axes[0].lines, loc="outside lower center")
 
+
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser("python -m paper.experiments.curves", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="their folders")
     parser.add_argument("--out", default="curves.png", help="picture to write")
     return parser.parse_args(argv)
+
 
 if __name__ == "__main__":
     from matplotlib.figure import Figure

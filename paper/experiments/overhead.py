@@ -12,9 +12,12 @@ Trained parameters, and multiply-adds (MACs) of an image's forward passes:
              AugSelf 44.209 M  EquiMod 43.271 M  STL 62.176 M  E-SSL 43.288 M
 
 The paper's caption says "forward and backward", but 18.48 G are the forward passes of two views, by
-the online and the momentum branch; and 18.63 G result if each of 8 GPUs computes L_equiv of all
-anchors, in both directions. A GPU of ser.py computes that of its own anchors in one direction, for
-less than the late [CLS] saves. Flags of ser.py, such as --bf16, go on to `step` and `methods`.
+the online and the momentum branch. 18.63 G result if each of 8 GPUs computes L_equiv of all anchors
+in both directions, with the tokens of both views as keys. The agreement may be chance, as the
+release's code for two views has keys of the other view only: by its own count it is 18.544 G. A GPU
+of ser.py computes L_equiv of its own anchors in one direction, for less than the late [CLS] saves.
+
+Flags of ser.py, such as --bf16, go on to `step` and `methods`.
 """
 import importlib
 import random
@@ -41,6 +44,7 @@ RATIOS = ("0", "0.01", "0.06") if CUDA else ("0", "0.125", "0.25")
 SIDES = {"step": list(zip(("moco", "ser", "ser"), RATIOS)),
          "methods": [(name, "0") for name in ("moco", *METHODS)]}
 
+
 def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable, Callable]:
     """(settings, build, dataset) of a method on ViT-S/16; "moco" and "ser" are ser.py's."""
     flags = ["--data", "given", *flags]     # without --data, settings are the small ones
@@ -50,12 +54,14 @@ def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable, Callab
     plain = ["--ratio", "0", "--cls-layer", "0"] if name == "moco" else []
     return ser.parse([*flags, *plain]), ser.build, ser.two_views
 
+
 # ==== Counts: on the device "meta", where tensors have a shape and no values ======================
 def macs(work: Callable[[], Any]) -> float:
     """MACs of the matrix products and convolutions of `work`."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops() / 2
+
 
 def count() -> dict[str, float]:
     """Trained parameters of each method; MACs of an image, as the paper counts, by MoCo-v3 and SER,
@@ -78,8 +84,13 @@ def count() -> dict[str, float]:
     loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
     own = counts["ser: forward MACs"]
     counts["ser: forward MACs"] = own + (projector + loss) / 256
-    counts["ser: the paper's count"] = own + (projector + 8 * 2 * loss) / 256     # GPUs, directions
+    # All anchors on each of 8 GPUs in both directions. The release contrasts them with half of the
+    # keys, and projects the tokens of the momentum branch, too.
+    everywhere = 8 * 2 * loss
+    counts["ser: the paper's count"] = own + (projector + everywhere) / 256
+    counts["ser: the release's count"] = own + (2 * projector + everywhere / 2) / 256
     return counts
+
 
 # ==== Clock =======================================================================================
 def training_step(args: Namespace, build: Callable, dataset: Callable) -> Callable[[int], None]:
@@ -90,18 +101,21 @@ def training_step(args: Namespace, build: Callable, dataset: Callable) -> Callab
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
     batches = DataLoader(dataset(images, args), batch_sampler=ser.batch_keys(BATCH, args, 0, 1))
-    loaded = [(pixels.to(device), made) for pixels, made in next(iter(batches))]
+    loaded = [(pixels.to(device), aug) for pixels, aug in next(iter(batches))]
+
     def step(number: int) -> None:
         views = ser.make_views(loaded, args, number)
         model.base.update(0.5)
-        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda" or args.bf16):
+        with torch.autocast(device.type, torch.bfloat16, args.bf16):
             loss = model(views)["loss"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if CUDA:
             torch.cuda.synchronize()
+
     return step
+
 
 def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -> None:
     """Call all sides in rounds. Print their medians, and their ratios to the first side within a
@@ -118,6 +132,7 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
         print(f"{name:12}{median(seconds):9.4f} s {images / median(seconds):8.1f} images/s "
               f"{median(ratios):6.3f}x ({ratios[0]:.3f}-{ratios[-1]:.3f}) of {first}")
 
+
 def time_steps(sides: Sequence[tuple[str, str]], flags: Sequence[str], rounds: int) -> None:
     """Print MACs, memory on a GPU, and time of a training step of each side, (method, r)."""
     steps = {}
@@ -133,26 +148,39 @@ def time_steps(sides: Sequence[tuple[str, str]], flags: Sequence[str], rounds: i
         steps[f"{name} {ratio}"] = step
     compare(steps, rounds, BATCH)
 
+
 def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
     """moco-v3's augmentation of a view, in Pillow and torchvision as its repository has it."""
     def smooth(image: Image.Image) -> Image.Image:
         return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
+
     return T.Compose([
         T.RandomResizedCrop(224), T.RandomApply([T.ColorJitter(0.4, 0.4, 0.2, 0.1)], 0.8),
         T.RandomGrayscale(0.2), T.RandomApply([smooth], blur),
         T.RandomApply([ImageOps.solarize], solarize), T.RandomHorizontalFlip(), T.ToTensor(),
         T.Normalize(ser.MEAN.flatten().tolist(), ser.STD.flatten().tolist())])
 
+
 def time_loader(data: str, rounds: int) -> None:
     """Print images/s of one core, of at most 200 images. moco-v3's recipe does everything there;
     ser.py's data set decodes and cuts two views, and the device jitters them."""
     torch.set_num_threads(1)
-    paths = ser.list_images(data)[:200]
+    paths = ser.list_images(data)[0][:200]
     views = ser.two_views(paths, ser.parse(["--data", data]))
     recipes = [moco_v3_recipe(1.0, 0.0), moco_v3_recipe(0.1, 0.2)]
-    theirs = lambda number: [make(image) for image in map(pil_loader, paths) for make in recipes]
-    ours = lambda number: [views[number, index, False] for index in range(len(paths))]
+
+    def theirs(number: int) -> None:
+        for path in paths:
+            image = pil_loader(path)
+            for make in recipes:
+                make(image)
+
+    def ours(number: int) -> None:
+        for index in range(len(paths)):
+            views[number, index, False]
+
     compare({"moco-v3": theirs, "ser": ours}, rounds, len(paths))
+
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py."""
@@ -167,6 +195,7 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     method("ser", args.flags)     # exits where ser.py has no such flag
     return args
 
+
 def main(args: Namespace) -> None:
     """Print the rows that are asked for."""
     for row in args.rows:
@@ -177,6 +206,7 @@ def main(args: Namespace) -> None:
             time_loader(args.data, args.rounds)
         else:
             time_steps(SIDES[row], args.flags, args.rounds)
+
 
 if __name__ == "__main__":
     main(settings())

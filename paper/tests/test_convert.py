@@ -49,10 +49,26 @@ def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
     with torch.no_grad():
         assert_close(vit(IMAGES), ser.load_encoder(path)(IMAGES).cls)
         assert_close(back(IMAGES).cls, vit(IMAGES))
-    assert convert.KNOWN[384, 12] == 6     # ViT-S of timm, DeiT and DINO
     torch.save(vit.state_dict(), tmp_path / "bare.pth")
     with pytest.raises(SystemExit, match="--heads"):
         run("--from-timm", tmp_path / "bare.pth", tmp_path / "back.pt")
+
+def test_timms_models_have_the_heads_that_are_known():
+    timm = pytest.importorskip("timm")
+    for size in ("tiny", "small", "base", "large"):
+        with torch.device("meta"):
+            vit = timm.create_model(f"vit_{size}_patch16_224")
+        heads = convert.KNOWN[vit.embed_dim, len(vit.blocks)]
+        assert heads == vit.blocks[0].attn.num_heads, size
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    path = tmp_path / "resnet.pth"
+    torch.save({"conv1.weight": torch.zeros(1)}, path)
+    for flag in ("--from-timm", "--to-timm", "--encoder-only"):
+        with pytest.raises(SystemExit, match="resnet.pth"):
+            run(flag, path, tmp_path / "new.pt")
+
 
 def test_a_late_cls_does_not_go_to_timm_and_encoder_only_keeps_what_evaluations_read(tmp_path):
     with pytest.raises(SystemExit, match="after block 1"):

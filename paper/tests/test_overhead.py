@@ -3,6 +3,7 @@ import pytest
 import torch
 from torchvision.utils import save_image
 
+import ser
 from paper.experiments import overhead
 
 TOY = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 "
@@ -15,7 +16,7 @@ def test_the_counts_are_the_papers():
         "augself: parameters": 44_209_288, "equimod: parameters": 43_271_296,
         "stl: parameters": 62_175_872, "essl: parameters": 43_287_684,
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
-        "ser: the paper's count": 18_630_054_912}
+        "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
 
 @pytest.mark.parametrize("name, flags, images", [
     ("moco", "--ratio 0.25", [8, 8]), ("ser", "--ratio 0.25 --cls-layer 1", [6, 2, 6, 2]),
@@ -32,6 +33,40 @@ def test_a_timed_step_trains_the_whole_model(name, flags, images, monkeypatch):
     step(1)     # the first one leaves the momentum branch as it is
     assert encoded == 2 * images
     assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
+
+@pytest.mark.parametrize("flags, dtype", [([], torch.float32), (["--bf16"], torch.bfloat16)])
+def test_a_timed_step_multiplies_in_bf16_if_asked(flags, dtype, monkeypatch):
+    monkeypatch.setattr(overhead, "BATCH", 8)
+    args, build, dataset = overhead.method("moco", [*TOY, *flags])
+    model = build(args)
+    seen = []
+    project = model.base.encoder.blocks[0].attn["qkv"]
+    project.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    overhead.training_step(args, lambda args: model, dataset)(0)
+    assert seen == [dtype] * 2, "two views, without b2"
+
+
+def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
+    for number in range(3):
+        save_image(torch.rand(3, 40, 30), tmp_path / f"{number}.png")
+    made = {"moco-v3": 0, "ser": 0}
+
+    def counting(name, function):
+        def count(*given):
+            made[name] += 1
+            return function(*given)
+        return count
+
+    monkeypatch.setattr(overhead.T.Compose, "__call__", counting(
+        "moco-v3", overhead.T.Compose.__call__))
+    monkeypatch.setattr(ser, "sample_view", counting("ser", ser.sample_view))
+    sides = {}
+    monkeypatch.setattr(overhead, "compare", lambda named, rounds, n: sides.update(named))
+    overhead.time_loader(str(tmp_path), 1)
+    for side in sides.values():
+        side(0)
+    assert made == {"moco-v3": 6, "ser": 6}
+
 
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
     """b takes 1.5 and 2 times as long as a; the round that does not count, 100 s a side."""
