@@ -172,7 +172,7 @@ def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) ->
                 target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
-        with contextlib.suppress(OSError):     # `folder` is there, and not empty
+        with contextlib.suppress(OSError):     # another process was first, and its images stay
             unfinished.rename(folder)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import eval_linear
 import ser
-from paper.evaluations import finetune, training_settings, tsne
+from paper.evaluations import finetune, training_settings
 from paper.evaluations.finetune import Classifier, groups, settings, train
 from paper.tests.toys import call, class_folders, toy_checkpoint, values
 from test_ser import close, run_ranks, same, seeded, sentence
@@ -109,8 +109,7 @@ def state_of(folder):
 
 def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
     whole, line = done
-    log = [json.loads(text)["step"] for text in open(whole / "finetune.jsonl")]
-    assert log == [2, 4]
+    assert [json.loads(text)["step"] for text in open(whole / "finetune.jsonl")] == [2, 4]
     with monkeypatch.context() as stop:
         stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
         with pytest.raises(ZeroDivisionError):
@@ -170,9 +169,3 @@ def test_ranks_must_share_a_batch(monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (3, 0))
     checkpoint = eval_linear.Checkpoint(None, "weights", 7, {})
     assert "3 ranks" in sentence(training_settings, "any", Namespace(batch_size=8), checkpoint, [])
-
-
-def test_several_ranks_are_refused_by_what_takes_one_process(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = ["--data", "D", "--checkpoint", "C"]
-    sentence(tsne.main, tsne.settings, tsne.evaluate, words, True)

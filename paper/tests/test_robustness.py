@@ -44,12 +44,6 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
 TURNS = {90: Image.ROTATE_90, 180: Image.ROTATE_180, 270: Image.ROTATE_270}
 
 
-def save_as(root, name, label, number, picture):
-    path = Path(root, name, CLASSES[label], f"{number}.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
-
-
 def test_images_are_scored_as_those_of_val(tmp_path):
     """By eval_linear's own head: unaltered images of C as they are, in archives side by side or in
     folders, have the accuracy of val; and turned ones that of images that Pillow turned."""
@@ -60,11 +54,16 @@ def test_images_are_scored_as_those_of_val(tmp_path):
                       "--cache", "--workers", "0"])
     val = eval_linear.class_folder(tmp_path / "data/val", eval_linear.eval_transform(16))
     for number, (image, label) in enumerate(val):
-        picture = TF.to_pil_image(image)
-        for name in ["snow/1", "weather/fog/2"] + ["contrast/3"] * (label == 0):
-            save_as(tmp_path / "c", name, label, number, picture)
+        upright = TF.to_pil_image(image)
+        pictures = {"snow/1": upright, "weather/fog/2": upright}
+        if label == 0:
+            pictures["contrast/3"] = upright
         for severity, turn in enumerate(TURNS.values(), start=1):
-            save_as(tmp_path / "c", f"frost/{severity}", label, number, picture.transpose(turn))
+            pictures[f"frost/{severity}"] = upright.transpose(turn)
+        for name, picture in pictures.items():
+            folder = tmp_path / "c" / name / CLASSES[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            picture.save(folder / f"{number}.png")
     call(robustness, "--checkpoint", path, "--workers", "0", "--c", tmp_path / "c",
          "--turned", tmp_path / "data/val")
 
@@ -88,50 +87,42 @@ def line(tmp_path):
     return ["--checkpoint", path, "--workers", "0", "--c", tmp_path / "c"]
 
 
-def results_of(folder):
-    return Path(folder, "robustness.json").read_text()
+def rows_of(folder):
+    return json.loads(Path(folder, "robustness.json").read_text())["rows"]
 
 
 def test_rows_name_the_head_that_is_found_beside_the_checkpoint_or_the_results(line, tmp_path):
-    call(robustness, *line, "--head", toy_head(line[1]))
-    row = json.loads(results_of(tmp_path / "run"))["rows"][0]
-    fingerprint = row["head"].pop("fingerprint")
-    assert row["head"] == dict(lr=0.1, rates=[0.1, 1.0], epochs=9, cached=True, seed=4)
-    assert row["weights"] == eval_linear.fingerprint(ser.load_encoder(line[1]))
+    run, out = tmp_path / "run", tmp_path / "out"
+    head = Path(toy_head(line[1]))
+    call(robustness, *line)
+    made = rows_of(run)[0]["head"]
+    wanted = dict(lr=0.1, rates=[0.1, 1.0], epochs=9, cached=True, seed=4)
+    assert made == wanted | {"fingerprint": made["fingerprint"]}
+    out.mkdir()
+    head.rename(out / "head-moved.pt")
+    call(robustness, *line, "--out", out)
+    assert rows_of(out)[0]["head"] == made
 
-    Path(tmp_path, "out").mkdir()
-    Path(tmp_path, "run/head-toy.pt").rename(tmp_path / "out/head-moved.pt")
-    call(robustness, *line, "--out", tmp_path / "out")
-    row = json.loads(results_of(tmp_path / "out"))["rows"][0]
-    assert row["head"]["fingerprint"] == fingerprint
 
-
-def test_a_head_must_fit_and_be_the_only_one(line, tmp_path):
-    """What is refused replaces nothing."""
+def test_a_head_must_fit_and_be_the_only_one_and_others_replace_nothing(line, tmp_path):
+    """Of two checkpoints in a folder, each has a head and rows of its own."""
     run = tmp_path / "run"
     assert "eval_linear.py" in sentence(call, robustness, *line)
     one = toy_head(line[1], "head-one.pt")
     call(robustness, *line)
-    results = results_of(run)
-    two = toy_head(line[1], "head-two.pt")
-    told = sentence(call, robustness, *line)
-    assert one in told and two in told and "--head" in told
-    toy_checkpoint(run, seed=1)
-    sentence(call, robustness, *line)
-    assert one in sentence(call, robustness, *line, "--head", one)
-    assert results_of(run) == results
-
-
-def test_another_checkpoint_of_the_folder_has_a_head_and_rows_of_its_own(line, tmp_path):
-    run = tmp_path / "run"
-    toy_head(line[1])
-    call(robustness, *line)
+    first = rows_of(run)
     Path(toy_checkpoint(tmp_path / "other", seed=1)).rename(run / "finetune.pt")
-    toy_head(run / "finetune.pt", "head-other.pt")
-    call(robustness, "--checkpoint", run / "finetune.pt", *line[2:])
-    call(robustness, *line)
-    rows = json.loads(results_of(run))["rows"]
-    assert len(rows) == 4 and len({row["weights"] for row in rows}) == 2
+    other = ["--checkpoint", run / "finetune.pt", *line[2:]]
+    assert one in sentence(call, robustness, *other, "--head", one)
+    two = toy_head(run / "finetune.pt", "head-two.pt")
+    call(robustness, *other)
+    rows = rows_of(run)
+    assert rows[:2] == first and rows[2]["weights"] != first[0]["weights"] and len(rows) == 4
+
+    three = toy_head(line[1], "head-three.pt")
+    told = sentence(call, robustness, *line)
+    assert one in told and three in told and two not in told and "--head" in told
+    assert rows_of(run) == rows
 
 
 def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(line, tmp_path):
@@ -139,10 +130,10 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(lin
     (tmp_path / "c" / "fog" / "2").mkdir()     # without images
     with pytest.raises(FileNotFoundError):
         call(robustness, *line)
-    results = results_of(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     for flag in ("--c", "--p", "--turned"):
         assert "/typo" in sentence(call, robustness, *line, flag, tmp_path / "typo"), flag
-    assert results_of(tmp_path / "run") == results
+    assert rows_of(tmp_path / "run") == rows
 
 
 # ==== A C made here ======================================================================
