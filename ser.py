@@ -1,26 +1,27 @@
-"""Soft Equivariance Regularization (SER) for self-supervised vision transformers, in one file.
+"""Soft Equivariance Regularization (SER) for self-supervised vision transformers.
 
-Self-supervised learning makes the final embedding of an image invariant to augmentations, which
-may erase geometric structure. SER keeps that objective, and adds a second one at an intermediate
-layer, where the patch tokens still form a map of the image:
+Self-supervised learning makes the final embedding of an image invariant to augmentations,
+which may erase geometric structure. SER keeps that objective, and adds a second one at an
+intermediate layer, where the patch tokens still form a map of the image:
 
-    f = f2 . f1    f1, the first 3 blocks, gives a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are made
-                   by crops, flips and jitter (T), views of b2 by geometry from an invertible
-                   group G and the same jitter (T_eq)
-    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of b1 and b2:
-                   one mean over both parts, where Eq. 3 adds a mean of each
-    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. It wants rho_g(f1(x1)) to
+    f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
+    b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
+                   made by crops, flips and jitter (T), views of b2 by geometry from an
+                   invertible group G and the same jitter (T_eq)
+    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of b1 and
+                   b2: one mean over both parts, where Eq. 3 adds a mean of each
+    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
-    python ser.py                                                   a small ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06    one GPU; b2 has 15 images
-    torchrun --nproc_per_node=8 ser.py --data /imagenet             the paper's main setting
+    python ser.py                                                 tiny ViT, synthetic images
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
+    torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method, in the order of the paper's Algorithm 1. `Paper:` marks what the
-paper prescribes, `Choice:` what it leaves to us. The release is the authors' code, dbe5e93.
+Sections 1 to 6 are the method, in the order of the paper's Algorithm 1. `Paper:` marks what
+the paper prescribes, `Choice:` what it leaves open. The release is the authors' code,
+dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -37,7 +38,8 @@ import os
 import random
 import sys
 import zlib
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import (
+    ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction, Namespace)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence, TextIO
@@ -71,14 +73,13 @@ class Geometry(NamedTuple):
     """An element of G for each image: a flip, then quarter turns, then a scaling."""
     flip: torch.Tensor       # (B,) bool, horizontal flip; on the CPU, as turns
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
-    grid: tuple[int, int]    # (H, W) of the scaled maps. Choice: one for all images of a view
+    grid: tuple[int, int]    # (H, W) of the scaled maps. Choice: one for all of a view
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. An element that is left out is the identity, and the other random numbers do
-    not change."""
+    tokens. An element that is left out is the identity; the other draws stay the same."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -103,15 +104,14 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on the grid of
-    g2.
+    """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on g2's grid.
 
     Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m
     flips. A mirror image turns the other way round, M Q = Q^-1 M, hence
-        Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),   s = -1 if m1 != m2, else 1.
-    Scaling needs no inverse: turns and flips commute with resizing (odd turns swap H and
-    W), so resizing x1 once more, to the grid of g2, gives x2 = rho_g(x1) up to
-    resampling."""
+        Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),
+    where s = -1 if m1 != m2, else 1.
+    Scaling needs no inverse. Turns and flips commute with resizing (odd turns swap H and
+    W), so x1, resized once more to the grid of g2, is x2 up to resampling."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -119,8 +119,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
 
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Paper: 3.2, crops and rho share
-    it."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Crops and rho share it (3.2)."""
     if x.shape[-2:] == size:
         return x
     half = x.dtype in (torch.float16, torch.bfloat16)     # which CPUs cannot resize
@@ -131,8 +130,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) =
     g.grid. cell = 1 moves token maps, cell = patch_size moves pixels. Flips and turns
-    permute, bit for bit; only a change of size resamples. Raises ValueError if g is of
-    another number of images."""
+    permute, bit for bit; only a change of size resamples. Raises ValueError if the number
+    of images is not that of g."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
@@ -140,7 +139,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
-            chosen = (g.flip == flip) & (g.turns % 4 == turns)     # (B,), with this element
+            chosen = (g.flip == flip) & (g.turns % 4 == turns)     # (B,), of this element
             rows = chosen.nonzero().flatten().to(x.device, non_blocking=True)
             if len(rows) > 0:
                 part = x[rows].flip(-1) if flip else x[rows]
@@ -162,8 +161,7 @@ def ranks_and_rank() -> tuple[int, int]:
 
 
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator seeded by the key: the same in every process, unlike Python's
-    hash."""
+    """A CPU generator seeded by the key; Python's hash would differ between processes."""
     seed = random.Random(repr(key)).getrandbits(63)
     return torch.Generator().manual_seed(seed)
 
@@ -189,7 +187,8 @@ def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator
         batch = order[place * size:][:size]
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
-        yield [(epoch, index, False) for index in b1] + [(epoch, index, True) for index in b2]
+        keys = [(epoch, index, False) for index in b1]
+        yield keys + [(epoch, index, True) for index in b2]
 
 
 # The views. T is MoCo-v3's, and T_eq has other rows for crop and flip. The loader does
@@ -220,7 +219,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for a view of an image; the defaults do nothing. The loader
     collates it into fields (B,). The crop is read by paper/methods alone."""
-    top: float = 0.0                # of the crop, in shares of the image, as the next three
+    top: float = 0.0                # of the crop, share of the image, as the next three
     left: float = 0.0
     height: float = 1.0
     width: float = 1.0
@@ -238,7 +237,8 @@ class Augmentation(NamedTuple):
         return Augmentation(*[field[part] for field in self])
 
 
-def sample_view(image: Tensor, settings: ViewSettings, in_b2: bool) -> tuple[Tensor, Augmentation]:
+def sample_view(image: Tensor, settings: ViewSettings,
+                in_b2: bool) -> tuple[Tensor, Augmentation]:
     """Make a view (3, S, S) of an image (3, h, w), uint8, and sample its jitter."""
     aug = Augmentation()
     if not in_b2:
@@ -249,8 +249,7 @@ def sample_view(image: Tensor, settings: ViewSettings, in_b2: bool) -> tuple[Ten
         flip = random.random() < settings.flip
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square, as a crop
-    # does.
+    # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -272,13 +271,12 @@ def sample_view(image: Tensor, settings: ViewSettings, in_b2: bool) -> tuple[Ten
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """A key (epoch, index, in_b2) of `batch_keys` -> for each view, its pixels (3, S, S)
-    uint8 and its Augmentation. source: paths, or the images (n, 3, h, w) uint8
-    themselves."""
+    uint8 and its Augmentation. source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
 
-    def __getitem__(self, key: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
+    def __getitem__(self, key: tuple[int, int, bool]) -> list:
         _, index, _ = key
         return self.views(self.load(index), key)
 
@@ -338,10 +336,11 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)     # a Gaussian
-    kernel = kernel.repeat_interleave(3, dim=0)     # (3 B, 2 radius + 1), one for each channel
+    # A Gaussian for each channel of each image, (3 B, 2 radius + 1).
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+    kernel = kernel.repeat_interleave(3, dim=0)
 
-    # A convolution with a group for each channel of each image, along rows, then columns.
+    # A convolution with a group for each of them, along rows, then columns.
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
     x = F.conv2d(x, kernel[:, None, None, :], groups=3 * B)
@@ -385,7 +384,7 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # of b1, then b2; the baselines of paper/methods read it
+    augmentation: Augmentation     # of b1, then b2; read by baselines in paper/methods
     order: Tensor = torch.arange(4)     # (4,) of the colour jitter
 
 
@@ -420,20 +419,23 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
 class Block(nn.Module):
-    """A pre-norm transformer block with timm's parameter names: (B, N, D) -> (B, N,
-    D)."""
+    """A pre-norm transformer block on (B, N, D), with timm's parameter names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
+        self.attn = nn.ModuleDict({
+            "qkv": nn.Linear(dim, 3 * dim),
+            "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
+        self.mlp = nn.ModuleDict({
+            "fc1": nn.Linear(dim, 4 * dim),
+            "fc2": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.attn["qkv"](self.norm1(x))                   # (B, N, 3 D)
         qkv = qkv.unflatten(2, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # (B, heads, N, D / heads) each
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # (B, heads, N, D / heads)
         attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
 
@@ -444,8 +446,8 @@ class Block(nn.Module):
 class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] under the final LayerNorm
-    maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block, no norm
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, where it is; no norm
+    maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, where it is
 
 
 class ViT(nn.Module):
@@ -459,7 +461,8 @@ class ViT(nn.Module):
         self.dim = dim
         self.depth = depth
         self.cls_layer = cls_layer
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, dim, patch_size, patch_size)})
+        self.patch_embed = nn.ModuleDict({
+            "proj": nn.Conv2d(3, dim, patch_size, patch_size)})
         self.pos_embed = nn.Parameter(torch.empty(1, dim, self.grid, self.grid))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
@@ -471,7 +474,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)     # a view, in place
+                nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
 
@@ -510,8 +513,7 @@ class ViT(nn.Module):
 # all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, 512 wide.
-    Choice: LayerNorm and no biases, as the release, whose LayerNorm has an eps of
-    1e-6."""
+    Choice: LayerNorm and no biases, as in the release (there, with an eps of 1e-6)."""
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -519,8 +521,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 class AllGather(torch.autograd.Function):
     """The gather of several ranks. A rank's x enters the loss of every rank, so its
-    gradient is the sum over the losses of all ranks; DDP then divides by R, as it takes
-    means over ranks."""
+    gradient is the sum over all these losses. DDP, which takes means, then divides by R."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -530,7 +531,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)     # all_reduce is in place
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
 
@@ -543,40 +544,42 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.3) -> torch.Tensor:
+def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
+                 temperature: float = 0.3) -> torch.Tensor:
     """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
-              / (exp s(z_ij, z'_ij) + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij,
-              z'_mn)))
+              / (exp s(z_ij, z'_ij)
+                 + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
     where s is the cosine divided by the temperature. z and z_prime are the projected
     tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2), of any float dtype; the loss is
     computed in fp32. Anchors are those of this rank and keys those of all ranks, so the
     mean over ranks is the loss of the whole batch. All ranks must have the same B and N.
-    Raises ValueError if z and z_prime differ in shape, or if there is only one image over
-    all ranks."""
+    Raises ValueError if z and z_prime differ in shape, or if no rank has another image."""
     if z.shape != z_prime.shape:
-        raise ValueError(f"z has the shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
+        raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
-            raise ValueError("one image has no negatives: b2 needs two or more over all ranks")
+            raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
-        positive = (z * z_prime).sum(-1) / temperature               # (B, N), s(z_ij, z'_ij)
-        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)     # (B, N, R B, 2N)
+        # positive is s(z_ij, z'_ij), (B, N), and logits hold s of all keys, (B, N, R B, 2N).
+        positive = (z * z_prime).sum(-1) / temperature
+        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)
 
-        # same[i, m] says that key image m is anchor image i itself, whose 2N tokens are
-        # no negatives. On the second of two ranks with two images each:
+        # own[i] is the place of image i in keys. same[i, m] says that key image m is anchor
+        # image i itself, whose 2N tokens are no negatives. On the second of two ranks with
+        # two images each:
         #               m = 0 1 2 3
         #     own = 2       . . T .
         #     own = 3       . . . T
         own = torch.arange(len(z), device=z.device)                  # (B,)
         if len(keys) > len(z):
-            own = own + len(z) * dist.get_rank()                     # where image i is in keys
+            own = own + len(z) * dist.get_rank()
         same = own[:, None] == torch.arange(len(keys), device=z.device)
         negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
@@ -587,9 +590,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor, temperature: float = 0.
 #     base.encoder         the online ViT, which SER runs
 #     base(views, cls)     L_inv, a scalar; cls holds the final [CLS] of each view, (B, D)
 #     base.update(p)       called by `train` before every step, with p = step / steps
-def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """The final [CLS] of a view, (B, D), rows b1 then b2, and layer -> map, of b2
-    alone."""
+def encode_view(encoder: ViT, view: View,
+                layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
+    """The final [CLS] of a view, (B, D), b1 then b2, and layer -> map, of b2 alone."""
     b1 = encoder(view.b1)
     if view.b2 is None:
         return b1.cls, {}
@@ -599,11 +602,11 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
-    without affine parameters. Its statistics are of b1 and b2 together, and of all
-    GPUs."""
+    without affine parameters. Statistics are of b1 and b2 together, and of all GPUs."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-1], widths[1:]):
-        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+        linear = nn.Linear(fan_in, fan_out, bias=False)
+        layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
     return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
@@ -620,8 +623,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). Keys are made by a momentum copy of encoder and
-    projector."""
+    """MoCo-v3 (Chen et al. 2021). A momentum copy of encoder and projector makes keys."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -635,8 +637,7 @@ class MoCoV3(nn.Module):
 
     @torch.no_grad()
     def update(self, progress: float) -> None:
-        """Move the momentum branch, before the keys are made; m rises to 1 on half a
-        cosine."""
+        """Move the momentum branch, before keys are made; m rises to 1 on half a cosine."""
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         for slow, fast in ((self.momentum_encoder, self.encoder),
                            (self.momentum_projector, self.projector)):
@@ -660,18 +661,18 @@ class MoCoV3(nn.Module):
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
 # Where the release's two-view MoCo-v3 and DINO depart from the paper, we follow the
-# paper. The lines are of its folder builder/.
+# paper. The lines are of its builder/moco.py, but for the last one.
 #
-#     here, as in the paper                     the release
-#     b2 is the whole image                     both views are cut from one crop   moco.py:42, 927
-#     g1 and g2 are independent                 flips and half turns of g2 are the complement of
-#                                               g1's; quarter turns are one a GPU  moco.py:921
-#     x1 and x2 pass the online encoder         x1 passes the momentum encoder     moco.py:498
-#     tokens are moved, then projected          projected, then moved              moco.py:502, 949
-#     negatives are tokens of both views        of the other view only             moco.py:973, 1010
-#     tokens of x1 are anchors                  tokens of both views are           moco.py:956, 1067
-#     every token of the loss has gradient      none has, by a gather without one  moco.py:956, 1067
-#     maps are resized as the crops are         bicubically, without antialiasing  utils.py:942
+#     here, as in the paper              the release
+#     b2 is the whole image              both views are cut from one crop        42, 927
+#     g1 and g2 are independent          g2 has the flips and half turns that g1
+#                                        has not; a GPU has one quarter turn     921
+#     x1 and x2 pass the online encoder  x1 passes the momentum encoder          498
+#     tokens are moved, then projected   projected, then moved                   502, 949
+#     negatives are of both views        of the other view alone                 973, 1010
+#     anchors are the tokens of x1       the tokens of x1 and of x2              956, 1067
+#     all tokens have gradient           none has, by a gather without one       956, 1067
+#     maps are resized as crops are      bicubically, without antialiasing       utils.py:942
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -681,8 +682,9 @@ class SER(nn.Module):
         self.layers = sorted(set(layers))
         self.weight = weight
         self.temperature = temperature
-        dim = base.encoder.dim
-        self.projectors = nn.ModuleDict({str(layer): projector(dim) for layer in self.layers})
+        self.projectors = nn.ModuleDict()
+        for layer in self.layers:
+            self.projectors[str(layer)] = projector(base.encoder.dim)
 
     def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
         """Algorithm 1 on two views. Returns `loss`, and its parts without gradient."""
@@ -697,8 +699,7 @@ class SER(nn.Module):
         if x1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # L_equiv is computed for weight 0, too, so that the control differs in nothing
-        # else.
+        # Also with weight 0, so that the control differs in nothing else.
         equiv = self.equivariance(x1, x2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -711,10 +712,10 @@ class SER(nn.Module):
             h1 = maps1[layer]                           # f1(x1), (B2, D, H1, W1)
             h2 = maps2[layer]                           # f1(x2), (B2, D, H2, W2)
             aligned = rho(g, h1)                        # (B2, D, H2, W2)
-            z = project(aligned.flatten(2).mT)          # (B2, N, K). Paper: 3.3, after aligning
+            z = project(aligned.flatten(2).mT)          # (B2, N, K), projected after moving
             z_prime = project(h2.flatten(2).mT)         # (B2, N, K)
             total = total + patch_ntxent(z, z_prime, self.temperature)
-        return total / len(self.layers)     # Choice: the mean over layers, where there are several
+        return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
 # ==== 7. Settings: the paper's main setting (3.3, 4.1, A.2) =============================
@@ -736,43 +737,44 @@ share = limited("share", float, lambda value: 0 <= value <= 1)
 count = limited("count", int, lambda value: value > 0)
 
 # What replaces the defaults without --data, where images are synthetic.
-SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
-             batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
+SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
+             crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
+             moco_hidden=512, workers=0)
 
 
 def arguments() -> ArgumentParser:
-    """The flags of ser.py; another method adds its own, or changes defaults by
-    set_defaults."""
+    """The flags of ser.py. Another method adds its own, and changes defaults by
+    `set_defaults`."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", default="", help="folder of images, any depth; none: synthetic images")
-    add("--out", default="runs/ser", help="folder of the run; an existing run is continued")
+    add("--out", default="runs/ser", help="folder of the run; a run there goes on")
     add("--image-size", type=count, default=224, help="side of a view, pixels")
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
     add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=count, default=6, help="attention heads (the release: 6; MoCo-v3: 12)")
+    add("--heads", type=count, default=6, help="attention heads (MoCo-v3: 12)")
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
         help="blocks with L_equiv: the last of f1 in the paper's main setting")
     add("--ratio", type=share, default=0.01, help="r, share of b2 in a batch; 0: no b2")
-    add("--weight", type=nonnegative, default=0.5, help="lambda of L_equiv; 0: the control")
-    add("--temperature", type=positive, default=0.3, help="tau of L_equiv (paper: 0.3; DINO 0.5)")
-    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="elements of G")
-    add("--moco-hidden", type=count, default=4096, help="hidden width of projector and predictor")
-    add("--crop-min", type=share, default=0.08, help="least area of a crop, share of the image")
+    add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
+    add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
+    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="of G")
+    add("--moco-hidden", type=count, default=4096, help="width of MoCo-v3's hidden layers")
+    add("--crop-min", type=share, default=0.08, help="least share of the image in a crop")
     add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
-    add("--epochs", type=positive, default=100.0, help="passes over the data, also fractions")
+    add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=positive, default=3e-4, help="rate for 256 images (the release's)")
-    add("--weight-decay", type=nonnegative, default=0.1, help="of AdamW, on all parameters")
+    add("--base-lr", type=positive, default=3e-4, help="for 256 images (the release's)")
+    add("--weight-decay", type=nonnegative, default=0.1, help="of AdamW, on all weights")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; without a GPU they are in float32")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     add("--log-every", type=count, default=20, help="steps between lines of the log")
-    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: an epoch")
+    add("--save-every", type=int, default=0, help="steps of a checkpoint; 0: an epoch")
     return parser
 
 
@@ -780,7 +782,8 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    args = parser.parse_args(argv, Namespace(**dict.fromkeys(small)))     # None: not given
+    not_given = dict.fromkeys(small)     # name -> None
+    args = parser.parse_args(argv, Namespace(**not_given))
     synthetic = not args.data
     for name in small:
         if getattr(args, name) is None:
@@ -795,8 +798,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
 
 # ==== 8. Training =======================================================================
 def setup() -> torch.device:
-    """This process's device, a GPU or the CPU. Under torchrun, also joins the other
-    ranks."""
+    """The device of this process. Under torchrun, it also joins the other ranks."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -806,10 +808,10 @@ def setup() -> torch.device:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The untrained encoder of a run. It seeds the weights of the encoder, and of all
-    modules that are made after it."""
+    """The untrained encoder. The seed is that of all modules that are made after it, too."""
     torch.default_generator.manual_seed(args.seed)
-    return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads, args.cls_layer)
+    return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads,
+               args.cls_layer)
 
 
 def build(args: Namespace) -> SER:
@@ -840,8 +842,7 @@ def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> No
 
 
 def save(path: Path, **state: Any) -> None:
-    """Write beside `path`, then rename: a kill at any moment leaves a whole file, old or
-    new."""
+    """Write beside `path`, then rename, so that a kill leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -853,33 +854,35 @@ def load(path: str | Path) -> dict[str, Any]:
     """What a checkpoint holds. Exits with one sentence if it is not one of ser.py's."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
-        sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one of "
-                 "timm's or moco-v3's weights")
+        sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
+                 "of timm's or moco-v3's weights")
     return state
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode. To and from timm:
-    paper/experiments/convert.py."""
+    """The encoder of a checkpoint, in eval mode; paper/experiments/convert.py has timm's."""
     return restore_encoder(load(path))
 
 
 def restore_encoder(state: dict[str, Any]) -> ViT:
     """The encoder of what `load` returned, in eval mode."""
-    with torch.random.fork_rng(devices=[]):     # the caller's random numbers go on as before
+    with torch.random.fork_rng(devices=[]):     # not to seed the caller
         encoder = seeded_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a checkpoint and return its step. Exits with one sentence if it is of another
-    run."""
+    """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
     state = load(path)
     saved = state["settings"]
     harmless = ("data", "out", "workers", "log_every", "save_every")
-    differ = [f"{name} {saved.get(name)} (now {settings.get(name)})" for name in saved | settings
-              if name not in harmless and saved.get(name) != settings.get(name)]
+    differ = []
+    for name in saved | settings:
+        old = saved.get(name)
+        new = settings.get(name)
+        if old != new and name not in harmless:
+            differ.append(f"{name} {old} (now {new})")
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     model.load_state_dict(state["model"])
@@ -888,9 +891,9 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
-          make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, of MoCo-v3 + SER by default; returns the checkpoint's
-    path."""
+          make_optimizer: Callable = adamw,
+          schedule: Callable = set_learning_rate) -> Path:
+    """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint."""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -901,11 +904,12 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
-    if device.type == "cuda" and ranks > 1:     # on CPUs, each rank has statistics of its own
+    if device.type == "cuda" and ranks > 1:     # which CPUs do not have
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
-    settings = vars(args) | {"method": f"{type(model).__name__} on {type(model.base).__name__}",
-                             "images": len(source), "image_names": names, "ranks": ranks}
+    method = f"{type(model).__name__} on {type(model.base).__name__}"
+    settings = vars(args) | dict(
+        method=method, images=len(source), image_names=names, ranks=ranks)
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
@@ -917,13 +921,14 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # Loader and log.
+    keys = batch_keys(len(source), args, start, steps)
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=batch_keys(len(source), args, start, steps),
-        num_workers=args.workers, pin_memory=device.type == "cuda")
+        make_dataset(source, args), batch_sampler=keys, num_workers=args.workers,
+        pin_memory=device.type == "cuda")
     log = open(path.with_name("log.jsonl") if rank == 0 else os.devnull, "a", buffering=1)
     announce(log, settings, start, steps)
-    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size, disable=rank > 0,
-               unit=" images", unit_scale=True)
+    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
+               disable=rank > 0, unit=" images", unit_scale=True)
 
     for step, loaded in enumerate(loader, start):
         # Schedules.
@@ -954,7 +959,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
             record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if saves and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
-                 encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
+                 encoder=model.base.encoder.state_dict(),
+                 optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -997,13 +1003,13 @@ def read_image(path: str) -> Tensor:
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path
-        raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its place, "
-                      "and the same command continues the run") from None
+        raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
+                      "place, and the same command continues the run") from None
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,). Light
-    from above and a smooth random tint make every place of an image distinct in all classes."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,).
+    Light from above and a smooth random tint make each place of an image distinct."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
     axis = torch.linspace(-1, 1, size)
@@ -1021,7 +1027,7 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         (u + 1.5 * v.sin()).sin(),                # waves
         4 * torch.maximum(u.cos(), v.cos()) - 3])     # nets
     labels = torch.arange(n) % len(textures)
-    ink = (3 * textures[labels, torch.arange(n)]).sigmoid()                  # (n, size, size)
+    ink = (3 * textures[labels, torch.arange(n)]).sigmoid()     # (n, size, size)
 
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
     tint = torch.randn(n, 3, 7, 7, generator=generator)
@@ -1033,12 +1039,11 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def check_settings(args: Namespace, images: int, ranks: int) -> None:
-    """Exit with one sentence if settings do not fit one another, the images or the
-    ranks."""
+    """Exit with one sentence if settings do not fit each other, the images or ranks."""
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    fitting = min(size, images) // ranks * ranks     # the batch, or the next smaller that fits
+    fitting = min(size, images) // ranks * ranks     # the next smaller batch that fits
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1051,10 +1056,11 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     if size <= least_b2:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
     if size != fitting:
-        sys.exit(f"--batch-size {size}: should be {fitting}, for {images} images and {ranks} ranks")
+        sys.exit(f"--batch-size {size}: should be {fitting}, for {images} images and {ranks} "
+                 "ranks")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
-        sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; now b2 "
-                 f"has {b2_total} of {size} images")
+        sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
+                 f"now b2 has {b2_total} of {size} images")
 
 
 def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
@@ -1066,20 +1072,19 @@ def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     if ranks_and_rank()[1] == 0:
         print(f"{args.images:,} images of {args.data or 'synthetic textures'}; a batch has "
-              f"{args.batch_size}, {b2_total} of them in b2; L_equiv is {chance:.1f} at chance; "
-              f"{start} of {steps} steps are done")
+              f"{args.batch_size}, {b2_total} of them in b2; L_equiv is {chance:.1f} at "
+              f"chance; {start} of {steps} steps are done")
 
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
-    """Draw up to eight rows of rho_g(x1) and x2 of b2, which agree up to colours and
-    blur."""
+    """Draw up to eight rows of rho_g(x1) and x2 of b2, equal up to colours and blur."""
     g = relative(views[1].geometry, views[0].geometry)
     moved = rho(g, views[0].b2, cell)
     pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
     save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
 
 
-def record(log: TextIO, bar: tqdm, step: int, losses: dict[str, Tensor], lr: float) -> None:
+def record(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
@@ -1088,9 +1093,11 @@ def record(log: TextIO, bar: tqdm, step: int, losses: dict[str, Tensor], lr: flo
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
     bar.set_postfix(means)
-    print(json.dumps({"step": step, **means, "images_per_s": bar.format_dict["rate"]}), file=log)
+    line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
+    print(json.dumps(line), file=log)
     if not math.isfinite(means["loss"]):
-        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new --out")
+        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new "
+                 "--out")
 
 
 if __name__ == "__main__":
