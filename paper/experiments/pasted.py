@@ -1,0 +1,151 @@
+"""The loss in a training that is not ours: timm's ViT, SimCLR, and the function of README.md.
+
+    python -m paper.experiments.pasted --data imagenette2-160 --out runs/pasted --weight 0.1
+
+The images of L_equiv are the first 16 of each batch, whole; unlike in ser.py, these views do not
+enter the other loss. Sizes, crops, rate and schedule are imagenette.py's. A stopped command goes on
+from its last epoch; torchrun shares it. OUT/row.json gets accuracies (linear: of three heads, their
+mean) and retrieval of turns.
+"""
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import torch
+from timm.layers import resample_abs_pos_embed, set_fused_attn
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+import eval_linear
+import ser
+from paper.experiments import convert
+from ser import patch_ntxent, projector, relative, rho, sample_geometry
+
+SCHEDULE = dict(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
+# Choice: SimCLR's jitter at half strength and no blur, as SimCLR has them for small images.
+CROP = v2.Compose([v2.RandomResizedCrop(64, (0.2, 1.0)), v2.RandomHorizontalFlip(),
+                   v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+                   v2.RandomGrayscale(0.2), v2.PILToTensor()])
+WHOLE = v2.Compose([v2.Resize(64), v2.CenterCrop(64), v2.PILToTensor()])
+
+
+def three_views(image: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Two views for SimCLR and the whole image for L_equiv, (3, 64, 64) uint8 each."""
+    return CROP(image), CROP(image), WHOLE(image)
+
+
+def equivariance_loss(f1, project, images, patch, shared):
+    """images: (B, 3, h, w), resized, without random crops. f1 takes images of any size to maps
+    (B, D, h / patch, w / patch). shared: a torch.Generator with the same seed on all GPUs."""
+    side = min(images.shape[2:]) // patch
+    g1 = sample_geometry(len(images), side, generator=shared)
+    g2 = sample_geometry(len(images), side, generator=shared)
+    h1 = f1(rho(g1, images, patch))
+    h2 = f1(rho(g2, images, patch))
+    aligned = rho(relative(g2, g1), h1)     # map 1 moved onto map 2
+    z = project(aligned.flatten(2).mT)
+    z_prime = project(h2.flatten(2).mT)
+    return patch_ntxent(z, z_prime, temperature=0.3)
+
+
+class Model(nn.Module):
+    """Both losses are in `forward`, which DDP wraps. SimCLR's negatives are of the other view."""
+    def __init__(self):
+        super().__init__()
+        self.vit = VisionTransformer(64, patch_size=8, embed_dim=128, depth=6, num_heads=4,
+                                     num_classes=0, dynamic_img_size=True)
+        self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+        self.project = projector(128)
+
+    def f1(self, images: Tensor) -> Tensor:
+        """Images (B, 3, h, w) -> the map (B, D, H, W) after two blocks, without [CLS]."""
+        x = self.vit.patch_embed(images)                            # (B, H, W, D)
+        grid = list(x.shape[1:3])
+        places = resample_abs_pos_embed(self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
+        x = self.vit.blocks[:2](x.flatten(1, 2) + places)
+        return x.mT.unflatten(2, grid)
+
+    def forward(self, x1: Tensor, x2: Tensor, images: Tensor, shared: torch.Generator) -> tuple:
+        """SimCLR's loss of the views x1 and x2, and L_equiv of `images`."""
+        z1 = self.head(self.vit(x1))
+        z2 = self.head(self.vit(x2))
+        inv = ser.info_nce(z1, z2, temperature=0.2) + ser.info_nce(z2, z1, temperature=0.2)
+        return inv, equivariance_loss(self.f1, self.project, images, 8, shared)
+
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line."""
+    parser = ArgumentParser()
+    parser.add_argument("--data", required=True, help="folder with train/CLASS and val/CLASS")
+    parser.add_argument("--out", default="runs/pasted")
+    parser.add_argument("--weight", type=float, default=0.1, help="of L_equiv")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=4)
+    return parser.parse_args(argv, Namespace(**SCHEDULE))
+
+
+def train(args: Namespace) -> Model:
+    """Train, or go on with a training, and return the model."""
+    device = ser.setup()
+    ranks, rank = ser.ranks_and_rank()
+    set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
+    torch.manual_seed(args.seed)
+    model = Model().to(device)
+    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+
+    data = ImageFolder(Path(args.data, "train"), three_views)
+    sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed)
+    loader = DataLoader(data, args.batch_size // ranks, sampler=sampler, drop_last=True,
+                        num_workers=args.workers)
+    path = Path(args.out, "last.pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    start = ser.resume(path, vars(args), model, optimizer) if path.exists() else 0
+
+    for epoch in range(start, args.epochs):
+        sampler.set_epoch(epoch)
+        shared = torch.Generator().manual_seed(1000 * args.seed + epoch)
+        torch.manual_seed(1000 * shared.initial_seed() + rank)     # the workers' crops follow it
+        for step, (views, _) in enumerate(loader):
+            x1, x2, images = [ser.normalise(view.to(device) / 255) for view in views]
+            ser.set_learning_rate(optimizer, args, epoch + step / len(loader))
+            with torch.autocast(device.type, torch.bfloat16):
+                inv, equiv = parallel(x1, x2, images[:16 // ranks], shared)
+            optimizer.zero_grad()
+            (inv + args.weight * equiv).backward()
+            optimizer.step()
+
+        if rank == 0:
+            print(f"epoch {epoch + 1}: SimCLR {inv:.3f}, L_equiv {equiv:.3f}", flush=True)
+            ser.save(path, step=epoch + 1, settings=vars(args), model=model.state_dict(),
+                     optimizer=optimizer.state_dict())
+    return model.eval()
+
+
+def evaluate(model: Model, args: Namespace) -> dict:
+    """Accuracies by eval_linear.py, and retrieval after f1, as it was trained."""
+    encoder = f"{args.out}/encoder.pt"
+    if ser.ranks_and_rank()[1] == 0:
+        torch.save({"state_dict": model.vit.state_dict(), "heads": 4}, f"{args.out}/timm.pth")
+        convert.convert(convert.settings(["--from-timm", f"{args.out}/timm.pth", encoder]))
+    row = vars(args).copy()
+    words = ["--data", args.data, "--checkpoint", encoder, "--cache", "--seed"]
+    for seed in "012":     # of the heads, with which linear accuracy scatters
+        for found in eval_linear.evaluate(eval_linear.parse([*words, seed])):
+            row[found["measure"]] = row.get(found["measure"], 0) + found["value"] / 3
+
+    val = ImageFolder(Path(args.data, "val"), WHOLE)
+    images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
+    found = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
+    return row | {"rot90 retrieval": found}
+
+
+if __name__ == "__main__":
+    args = settings()
+    row = json.dumps(evaluate(train(args), args))
+    if ser.ranks_and_rank()[1] == 0:
+        Path(args.out, "row.json").write_text(row)
+        print(row)
