@@ -5,26 +5,23 @@
     python -m paper.experiments.imagenette --figures paper/experiments/imagenette.json
 
 The first line prints the command lines and their hours, the third draws tables and pictures from
-rows alone. The folder has train/CLASS/ and val/CLASS/. Eight runs for each of three seeds train a
-ViT of 1.2 M parameters for 20 epochs at 64 px. Rate and crop were chosen by the accuracy of MoCo-v3
-alone. 16 of 128 images are in b2. The paper has 20: their number, not their share r, says how many
-images a token is contrasted with. The control has lambda = 0. Flags of ser.py go to all runs; longer
-runs are `--epochs 100 --out runs/long`. --bf16 is for a CPU that multiplies bfloat16: there
-attention is done by plain matrix products, as PyTorch's own is slow in that type.
+rows alone. Eight runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at
+64 px. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The
+paper has 20: their number, not their share r, says how many images a token is contrasted with. The
+control has lambda = 0. Flags of ser.py go to all runs; longer ones are `--epochs 100 --out
+runs/long`. --bf16 is for a CPU that multiplies bfloat16: there attention is done by plain matrix
+products, as PyTorch's own is slow in that type.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control 68.82, SER 69.28. Its Table 4 moves
 L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18, while the score of rot90 at the last layer
-rises: .840, .888, .924. Here it moves from block 2 to 4 and 6. Prints means ± std over seeds, and
-in brackets those of the difference to the control, then to MoCo-v3, within a seed:
+rises: .840, .888, .924. Here it moves from block 2 to 4 and 6. Tables have means ± std over seeds,
+and in brackets those of the difference to the control, then to MoCo-v3, within a seed:
 
     linear, 20-NN        on features of one centre crop; the heads' rate is chosen on val, and the
                          value of a run is the mean of heads of three seeds
     cosine, retrieval    equivariance after blocks 2, 4 and 6: Table 4's score, and ours
-    MLP                  with --mlp, an MLP head
-    corrupted            with --corruptions, the linear heads on an ImageNet-C made of the first ten
-                         val images of each class; needs imagecorruptions-imaug
 
-Rows of finished runs are added to OUT/imagenette.json, or to --rows, so seeds can run side by side.
+Rows of finished runs are added to OUT/imagenette.json, so seeds can run side by side.
 """
 import fcntl
 import json
@@ -40,11 +37,9 @@ from typing import Any, Sequence
 import torch
 from PIL import Image, ImageOps
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm import tqdm
 
 import eval_linear
 import ser
-from paper.evaluations import robustness
 from paper.experiments import sweep
 from paper.experiments.sweep import Run
 
@@ -65,12 +60,12 @@ NAMES = [run.name for run in RUNS]
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 RATE = 95     # images/s of a training on one CPU core, with --bf16
 
+# What pictures show: accuracy against equivariance.
 TURNS = "rot90 retrieval"
 BLOCKS = {"layer-4": 4, "layer-6": 6}     # that have L_equiv; 2 in all other runs
-LABELS = {"SER-0.02": "SER, lambda .02", "SER-0.1": "SER, lambda .1", "SER-0.25": "SER, lambda .25",
-          "SER": "SER, lambda .5", "layer-4": "SER .5, block 4", "layer-6": "SER .5, block 6"}
+LABELS = {"SER-0.02": "SER, λ = .02", "SER-0.1": "SER, λ = .1", "SER-0.25": "SER, λ = .25",
+          "SER": "SER, λ = .5", "layer-4": "λ = .5, block 4", "layer-6": "λ = .5, block 6"}
 ALONG_LAMBDA = ("control", "SER-0.02", "SER-0.1", "SER-0.25", "SER")
-ALONG_BLOCKS = ("SER", "layer-4", "layer-6")
 
 
 # ==== Runs ================================================================================
@@ -79,7 +74,7 @@ def make_copies(data: str, folder: Path, side: int) -> None:
     several processes, the first that is ready gives its copies to all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-    for source in tqdm(sorted(Path(data).glob("*/*/*")), "copying"):
+    for source in Path(data).glob("*/*/*"):
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(source) as image:
@@ -101,39 +96,12 @@ def plain_attention(words: Sequence[str]) -> None:
             eval_linear.main(flags)
 
 
-def corrupted(out: Path, evaluation: str, args: Namespace) -> list[dict]:
-    """One row: the mean over 15 made corruptions at 5 severities, of the linear head that an
-    evaluation has left in the folder of a run."""
-    folder = Path(args.out, "corrupted")
-    if not folder.exists() and not args.print:
-        robustness.make(str(folder), str(Path(args.data, "val")), per_class=10)
-
-    checkpoint = f"{out}/last.pt"
-    trained = ["--checkpoint", checkpoint, *evaluation.split(), *sweep.data_of(args)]
-    head = "HEAD" if args.print else head_of(out, eval_linear.parse(trained))
-    words = ["--checkpoint", checkpoint, "--head", str(head), "--imagenet-c", str(folder),
-             "--workers", str(args.workers)]
-    sweep.call(["-m", "paper.evaluations.robustness", *words], args)
-    if args.print:
-        return []
-    rows = sweep.rows_of(out / "robustness.json", robustness.settings(words))
-    rows = [row for row in rows if row["measure"] == "linear top-1 %"]
-    value = mean(row["value"] for row in rows)
-    return [rows[0] | {"set": "val", "measure": "corrupted linear top-1 %", "value": value}]
-
-
-def head_of(out: Path, settings: Namespace) -> Path:
-    """The head that an evaluation with these settings has left for the weights that are there."""
-    weights = eval_linear.fingerprint(ser.load_encoder(settings.checkpoint))
-    for path in out.glob("head-*.pt"):
-        head = torch.load(path, map_location="cpu", weights_only=True)
-        if head["weights"] == weights and head["settings"] == vars(settings):
-            return path
-    raise FileNotFoundError(f"no head of {settings.checkpoint}")
-
-
 def run_all(args: Namespace) -> None:
     """Train and measure, and add the rows of each run as soon as it is ready."""
+    images = len(ser.list_images(args.data)[0]) * len(args.runs) * len(args.seeds)
+    hours = images * args.training.epochs / RATE / 3600
+    print(f"the trainings take about {hours:.1f} hours of one CPU core at {RATE} images/s")
+
     if args.side:
         copies = Path(args.out, f"images-{args.side}")
         if not copies.exists() and not args.print:
@@ -143,16 +111,9 @@ def run_all(args: Namespace) -> None:
     before = []
     if args.training.bf16 and not torch.cuda.is_available():
         before = ["-m", "paper.experiments.imagenette", "--plain"]
-    evaluations = HEADS + ["--cache --mlp"] if args.mlp else HEADS
-    for found in sweep.measure(args.runs, args, evaluations, before):
-        if args.print:
-            continue
-        run, seed = found[-1]["run"], found[-1]["seed"]     # the last evaluation has no untrained
-        if args.corruptions:
-            for evaluation in HEADS:
-                own = corrupted(Path(args.out, f"{run}-{seed}"), evaluation, args)
-                found += [row | {"run": run, "seed": seed} for row in own]
-        add(Path(args.rows), means(found, args.training))
+    for found in sweep.measure(args.runs, args, HEADS, before):
+        if not args.print:
+            add(Path(args.rows), means(found, args.training))
 
 
 # ==== Rows ================================================================================
@@ -187,7 +148,7 @@ def add(path: Path, rows: Sequence[dict]) -> None:
         file.seek(0)
         kept = []
         for row in json.loads(file.read() or "[]"):
-            same_weights = weights.get(of_run(row), row.get("weights")) == row.get("weights")
+            same_weights = weights.get(of_run(row), row["weights"]) == row["weights"]
             if same_weights and of_measure(row) not in measures:
                 kept.append(row)
         lines = [json.dumps(row) for row in [*kept, *rows]]
@@ -197,16 +158,20 @@ def add(path: Path, rows: Sequence[dict]) -> None:
 
 def read(path: str | Path, epochs: float = 20, b2: int = 16) -> list[dict]:
     """The rows of a file, of runs with so many epochs and images of b2, in the order of RUNS. A row
-    whose seed is None has the mean and the std of seeds that are lost; it counts where no seed is
-    known."""
-    def place(row: dict) -> tuple:
-        return row["run"], row["measure"], row["block"]
-
+    whose seed is None has the mean and the std of seeds whose own rows are lost. It counts in place
+    of them, until as many are there again."""
     order = ["untrained", *NAMES]
-    rows = [row for row in json.loads(Path(path).read_text())
-            if row["epochs"] == epochs and row["b2"] == b2 and row["run"] in order]
-    known = {place(row) for row in rows if row["seed"] is not None}
-    rows = [row for row in rows if row["seed"] is not None or place(row) not in known]
+    groups: dict = {}
+    for row in json.loads(Path(path).read_text()):
+        if (row["epochs"], row["b2"]) == (epochs, b2) and row["run"] in order:
+            place = (row["run"], row["measure"], row["block"])
+            groups.setdefault(place, []).append(row)
+
+    rows = []
+    for group in groups.values():
+        lost = [row for row in group if row["seed"] is None]
+        known = [row for row in group if row["seed"] is not None]
+        rows += lost if lost and len(known) < lost[0]["seeds"] else known
     return sorted(rows, key=lambda row: order.index(row["run"]))
 
 
@@ -222,48 +187,43 @@ def table_of(rows: Sequence[dict], run: str, measure: str, block: int = 6) -> tu
 
 
 # ==== Pictures ============================================================================
-def panel(axes: Any, rows: Sequence[dict], measure: str, blocks: dict, chains: dict) -> None:
+def panel(axes: Any, rows: Sequence[dict], measure: str, blocks: dict) -> None:
     """An accuracy against retrieval of turns: a dot for each seed, or mean and std where seeds are
-    lost. blocks: run -> that of its retrieval; chains: style of a line -> runs that it joins."""
-    centres = {}
+    lost. A line joins the means along lambda. blocks: run -> that of its retrieval."""
+    means = []
     for run, block in blocks.items():
         x = select(rows, run, TURNS, block)
         y = select(rows, run, measure)
         if not x or not y:
             continue
-        x_mean, x_std = sweep.mean_and_std(x.values())
-        y_mean, y_std = sweep.mean_and_std(y.values())
-        centres[run] = (100 * x_mean, y_mean)
-        marker = {"MoCo-v3": "*", "control": "s"}.get(run, "o")
-        style = {"label": LABELS.get(run, run), "color": f"C{NAMES.index(run)}"}
-        seeds = [seed for seed in x if seed in y and seed is not None]
-        if seeds:
-            turns = [100 * x[seed]["value"] for seed in seeds]
-            axes.scatter(turns, [y[seed]["value"] for seed in seeds], marker=marker, **style)
-        else:
-            x_std = x_std and 100 * x_std
-            axes.errorbar(100 * x_mean, y_mean, y_std, x_std, fmt=marker, **style)
+        x_mean, x_std = table_of(rows, run, TURNS, block)
+        y_mean, y_std = table_of(rows, run, measure)
+        if run in ALONG_LAMBDA:
+            means.append((x_mean, y_mean))
 
-    for style, chain in chains.items():
-        points = [centres[run] for run in chain if run in centres]
-        x = [x for x, y in points]
-        y = [y for x, y in points]
-        axes.plot(x, y, style, color="gray", zorder=0)
+        seeds = [seed for seed in x if seed in y and seed is not None]
+        dots = [(x[seed]["value"], y[seed]["value"]) for seed in seeds]
+        colour = f"C{NAMES.index(run)}"
+        if not dots:
+            dots = [(x_mean, y_mean)]
+            axes.errorbar(x_mean, y_mean, y_std, x_std, color=colour)
+        marker = {"MoCo-v3": "*", "control": "s"}.get(run, "o")
+        axes.scatter(*zip(*dots), marker=marker, color=colour, label=LABELS.get(run, run))
+    axes.plot(*zip(*means), color="gray", zorder=0)
+    axes.xaxis.set_major_formatter("{x:.0%}")
     axes.set(ylabel=measure)
 
 
 def tradeoff(figure: Any, rows: Sequence[dict]) -> None:
     """Left, linear accuracy, and retrieval after the block that has L_equiv (2 for MoCo-v3 and the
-    control); right, 20-NN, and retrieval after the last block. A line joins the means along lambda,
-    a dotted one those along the block of L_equiv. The heads of block 4 read two blocks, not four,
-    so the left panel leaves them out."""
+    control); right, 20-NN, and retrieval after the last block. The heads of block 4 read two
+    blocks, not four, so the left panel leaves them out."""
     left, right = figure.subplots(1, 2)
     own = {run: BLOCKS.get(run, 2) for run in NAMES if run != "layer-4"}
-    panel(left, rows, "linear top-1 %", own, {"-": ALONG_LAMBDA})
-    panel(right, rows, "20-NN top-1 %", dict.fromkeys(NAMES, 6),
-          {"-": ALONG_LAMBDA, ":": ALONG_BLOCKS})
-    left.set(xlabel="retrieval of turns after the block of L_equiv, %")
-    right.set(xlabel="retrieval of turns after block 6, the last, %")
+    panel(left, rows, "linear top-1 %", own)
+    panel(right, rows, "20-NN top-1 %", dict.fromkeys(NAMES, 6))
+    left.set(xlabel="retrieval of turns after the block of L_equiv")
+    right.set(xlabel="retrieval of turns after block 6, the last")
     figure.legend(*right.get_legend_handles_labels(), loc="outside right")
 
 
@@ -271,19 +231,17 @@ def retrieval(figure: Any, rows: Sequence[dict]) -> None:
     """Retrieval of turns after block 2 by method: a bar for the mean, a dot for each seed, or the
     std where seeds are lost."""
     axes = figure.subplots()
-    labels = []
     for run in ("untrained", "MoCo-v3", *ALONG_LAMBDA):
         found = select(rows, run, TURNS, 2)
         if not found:
             continue
-        average, std = sweep.mean_and_std(found.values())
-        place = len(labels)
-        labels.append(LABELS.get(run, run))
-        axes.bar(place, 100 * average, color="lightgray", yerr=100 * std if None in found else None)
-        dots = [100 * row["value"] for seed, row in found.items() if seed is not None]
-        axes.scatter([place] * len(dots), dots, color="C0", zorder=2)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.set(ylabel="retrieval of turns after block 2, %")
+        label = LABELS.get(run, run)
+        average, std = table_of(rows, run, TURNS, 2)
+        axes.bar(label, average, color="lightgray", yerr=std if None in found else None)
+        dots = [row["value"] for seed, row in found.items() if seed is not None]
+        axes.scatter([label] * len(dots), dots, color="C0", zorder=2)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set(title="share of tokens that find their place in the turned image")
 
 
 def draw(args: Namespace) -> None:
@@ -308,14 +266,11 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--side", type=ser.count, help="copy images of --data to OUT/images-SIDE, of this side")
     add("--names", nargs="+", default=NAMES, choices=NAMES, help="runs that are made")
-    add("--mlp", action="store_true", help="MLP heads, too")
-    add("--corruptions", action="store_true", help="make and score corruptions")
-    add("--rows", help="file of the results; none: OUT/imagenette.json")
-    add("--figures", metavar="ROWS", help="only draw the results of this file")
+    add("--figures", metavar="ROWS", help="only show the rows of this file")
     args, flags = parser.parse_known_args(argv)
     if not args.data and not args.figures:
         parser.error("--data must name a folder")
-    args.rows = args.figures or args.rows or f"{args.out}/imagenette.json"
+    args.rows = args.figures or f"{args.out}/imagenette.json"
     args.flags = [*FLAGS.split(), *flags]
     args.training = ser.parse([*args.flags, "--data", "given"])
     args.runs = [run for run in RUNS if run.name in args.names]
@@ -326,9 +281,6 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
 def main(args: Namespace) -> None:
     """Train and measure all, then show the results."""
     if not args.figures:
-        images = len(ser.list_images(args.data)[0]) * len(args.runs) * len(args.seeds)
-        hours = images * args.training.epochs / RATE / 3600
-        print(f"the trainings take about {hours:.1f} hours of one CPU core at {RATE} images/s")
         run_all(args)
     if not args.print:
         draw(args)

@@ -1,7 +1,7 @@
 """What SER costs: the paper's table "Computation overhead", counted, and the same on a clock.
 
     python -m paper.experiments.overhead                                  the table: seconds
-    python -m paper.experiments.overhead --rows step methods              training steps
+    python -m paper.experiments.overhead --rows step                      training steps
     python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
 Trained parameters, and multiply-adds (MACs) of an image's forward passes:
@@ -17,7 +17,7 @@ in both directions, with the tokens of both views as keys. The agreement may be 
 release's code for two views has keys of the other view only: by its own count it is 18.544 G. A GPU
 of ser.py computes L_equiv of its own anchors in one direction, for less than the late [CLS] saves.
 
-Flags of ser.py, such as --bf16, go on to `step` and `methods`.
+Flags of ser.py, such as --bf16, go on to `step`.
 """
 import importlib
 import random
@@ -41,18 +41,17 @@ BATCH = 256 if CUDA else 16
 METHODS = ("augself", "equimod", "stl", "essl")
 # r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
 RATIOS = ("0", "0.01", "0.06") if CUDA else ("0", "0.125", "0.25")
-SIDES = {"step": list(zip(("moco", "ser", "ser"), RATIOS)),
-         "methods": [(name, "0") for name in ("moco", *METHODS)]}
+SIDES = list(zip(("moco", "ser", "ser"), RATIOS))
 
 
-def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable, Callable]:
-    """(settings, build, dataset) of a method on ViT-S/16; "moco" and "ser" are ser.py's."""
+def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable]:
+    """(settings, build) of a method on ViT-S/16; "moco" and "ser" are ser.py's."""
     flags = ["--data", "given", *flags]     # without --data, settings are the small ones
     if name in METHODS:
         module = importlib.import_module(f"paper.methods.{name}")
-        return module.settings(flags), module.build, module.dataset
+        return module.settings(flags), module.build
     plain = ["--ratio", "0", "--cls-layer", "0"] if name == "moco" else []
-    return ser.parse([*flags, *plain]), ser.build, ser.two_views
+    return ser.parse([*flags, *plain]), ser.build
 
 
 # ==== Counts: on the device "meta", where tensors have a shape and no values ======================
@@ -69,7 +68,7 @@ def count() -> dict[str, float]:
     counts = {}
     x = torch.empty(1, 3, 224, 224, device="meta")
     for name in ("moco", "ser", *METHODS):
-        args, build, _ = method(name, [])
+        args, build = method(name, [])
         with torch.device("meta"):
             model = build(args).eval()
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -93,14 +92,15 @@ def count() -> dict[str, float]:
 
 
 # ==== Clock =======================================================================================
-def training_step(args: Namespace, build: Callable, dataset: Callable) -> Callable[[int], None]:
+def training_step(args: Namespace, build: Callable) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number. It begins with decoded
     crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""
     device = ser.setup()
     model = build(args).to(device)
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
-    batches = DataLoader(dataset(images, args), batch_sampler=ser.batch_keys(BATCH, args, 0, 1))
+    keys = ser.batch_keys(BATCH, args, 0, 1)
+    batches = DataLoader(ser.two_views(images, args), batch_sampler=keys)
     loaded = [(pixels.to(device), aug) for pixels, aug in next(iter(batches))]
 
     def step(number: int) -> None:
@@ -133,18 +133,18 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
               f"{median(ratios):6.3f}x ({ratios[0]:.3f}-{ratios[-1]:.3f}) of {first}")
 
 
-def time_steps(sides: Sequence[tuple[str, str]], flags: Sequence[str], rounds: int) -> None:
-    """Print MACs, memory on a GPU, and time of a training step of each side, (method, r)."""
+def time_steps(flags: Sequence[str], rounds: int) -> None:
+    """Print memory on a GPU, and time of a training step of each side, (method, r)."""
     steps = {}
-    for name, ratio in sides:
+    for name, ratio in SIDES:
         before = torch.cuda.memory_allocated()
         step = training_step(*method(name, [*flags, "--batch-size", str(BATCH), "--ratio", ratio]))
-        work = macs(lambda: step(0)) / BATCH     # this step also makes the state of AdamW
+        step(0)     # makes the state of AdamW
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
             step(1)
-        memory = torch.cuda.max_memory_allocated() - before     # 0 on a CPU
-        print(f"{name} {ratio}: {work / 1e9:.3f} GMAC an image, {memory / 1e9:.1f} GB of a GPU")
+            memory = torch.cuda.max_memory_allocated() - before
+            print(f"{name} {ratio}: {memory / 1e9:.1f} GB of the GPU")
         steps[f"{name} {ratio}"] = step
     compare(steps, rounds, BATCH)
 
@@ -186,12 +186,10 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py."""
     parser = ArgumentParser("python -m paper.experiments.overhead", allow_abbrev=False)
     add = parser.add_argument
-    add("--rows", nargs="+", default=["counts"], choices=["counts", *SIDES, "loader"])
-    add("--data", default="", help="images for the row loader")
+    add("--rows", nargs="+", default=["counts"], choices=["counts", "step", "loader"])
+    add("--data", help="photographs, for the row loader")
     add("--rounds", type=int, default=7, help="in which all sides are timed")
     args, args.flags = parser.parse_known_args(argv)
-    if "loader" in args.rows and not args.data:
-        parser.error("--rows loader needs --data, a folder of photographs")
     method("ser", args.flags)     # exits where ser.py has no such flag
     return args
 
@@ -205,7 +203,7 @@ def main(args: Namespace) -> None:
         elif row == "loader":
             time_loader(args.data, args.rounds)
         else:
-            time_steps(SIDES[row], args.flags, args.rounds)
+            time_steps(args.flags, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """The comparison on imagenette: its runs, its file of rows, and what it shows of them."""
+import fcntl
 import json
+import re
 import subprocess
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -9,8 +12,7 @@ from PIL import Image
 
 import eval_linear
 import ser
-from paper.evaluations import robustness
-from paper.experiments import imagenette
+from paper.experiments import imagenette, sweep
 from paper.experiments.imagenette import NAMES
 from paper.tests.toys import class_folders
 
@@ -29,7 +31,7 @@ def rows_of(run, lost=False):
         row = {"run": run, "epochs": 20, "b2": 16, "set": "val", "block": block,
                "measure": measure}
         if lost:
-            rows.append(row | {"seed": None, "value": mean, "std": std, "lost": True})
+            rows.append(row | {"seed": None, "value": mean, "std": std, "seeds": 3})
         else:
             rows += [row | {"seed": seed, "value": mean + std * (seed - 1)} for seed in range(3)]
     return rows
@@ -62,6 +64,8 @@ def test_the_arms_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
     heads = [eval_linear.parse(words[1:]) for words in lines[1:4]]
     assert [(one.cache, one.equivariance, one.seed) for one in heads] == [
         (True, True, 0), (True, False, 1), (True, False, 2)]
+    imagenette.main(imagenette.settings(argv[:-1]))     # without --bf16
+    assert "--plain" not in capsys.readouterr().out
 
 
 def test_a_flag_that_runs_set_themselves_is_refused():
@@ -70,18 +74,6 @@ def test_a_flag_that_runs_set_themselves_is_refused():
             imagenette.settings(["--data", "D", *flags])
     args = imagenette.settings(["--data", "D", "--ratio", "0.03125", "--epochs", "100"])
     assert (args.training.ratio, args.training.epochs) == (0.03125, 100)
-
-
-def test_plain_attention_trains_the_weights_of_the_run(tmp_path):
-    flags = [*TOY, "--cls-layer", "1", "--equiv-layers", "1", "--bf16", "--seed", "3"]
-    class_folders(tmp_path / "train", per_class=3)
-    flags += ["--data", str(tmp_path), "--out"]
-    imagenette.plain_attention(["ser.py", *flags, str(tmp_path / "a")])
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        ser.train(ser.parse([*flags, str(tmp_path / "b")]))
-    states = [ser.load_encoder(tmp_path / run / "last.pt").state_dict() for run in "ab"]
-    for name, weight in states[0].items():
-        assert torch.equal(weight, states[1][name]), name
 
 
 def test_copies_are_centre_squares_and_made_once(tmp_path):
@@ -117,92 +109,163 @@ def test_rows_are_means_over_heads_and_replace_those_of_the_same_run(tmp_path):
     imagenette.add(path, [linear | {"weights": "others"}])
     assert json.loads(path.read_text()) == [*stays[:3], linear | {"weights": "others"}]
 
+    with open(path) as file:     # by another process, which has not written yet
+        fcntl.flock(file, fcntl.LOCK_EX)
+        thread = Thread(target=imagenette.add, args=(path, [turns]))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "adds rows to a file that another writes"
+    thread.join()
+
 
 @pytest.mark.parametrize("lost", [(), ("control", "SER-0.1")])
 def test_tables_and_pictures_are_drawn_from_a_file(lost, tmp_path, monkeypatch, capsys):
     """As known for each seed, or with the mean and the std of two runs alone."""
     figure = pytest.importorskip("matplotlib.figure")
     shown = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda one, path: shown.append((path, one)))
-    rows = rows_of("layer-6") + [row | {"epochs": 100, "value": 0} for row in rows_of("SER")]
-    for run in NAMES[:6] + NAMES[7:]:
-        rows += rows_of(run, run in lost)
-    rows += rows_of("SER", lost=True)     # does not count, as the seeds are known
+    monkeypatch.setattr(figure.Figure, "savefig", lambda one, path: shown.append((path.name, one)))
+    rows = [row | {"epochs": 100, "value": 0} for row in rows_of("SER")]
+    for run in NAMES:
+        found = rows_of(run, run in lost)
+        # A lost row does not count where all seeds are known, and counts where one is.
+        rows += found + rows_of(run, True) if run == "SER" else found
+        rows += rows_of(run)[:1] if run in lost else []
+    rows = [row | {"minus control": {"value": 9, "std": 8}} if row["seed"] is None else row
+            for row in rows]
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows))
-    imagenette.main(imagenette.settings(["--figures", str(path), "--out", str(tmp_path)]))
+    imagenette.main(imagenette.settings(["--figures", str(path), "--out", str(tmp_path / "new")]))
     known = imagenette.read(path)
     assert imagenette.table_of(known, "control", "linear top-1 %") == (51, 1)
     _, first, _ = capsys.readouterr().out.split("the difference to ")
     table = [line.strip("| ").split(" | ") for line in first.splitlines()[2:]]
     cells = {line[0]: dict(zip(["", *table[0]], line)) for line in table}
     own = cells["linear top-1 %, block 6"]
-    assert own["control"].startswith("51.0 ± 1.0 (")
     assert own["SER"] == ("56.0 ± 1.0 (-)" if lost else "56.0 ± 1.0 (5.0 ± 0.0)")
+    assert own["SER-0.1"] == ("53.0 ± 1.0 (9.0 ± 8.0)" if lost else "53.0 ± 1.0 (2.0 ± 0.0)")
 
     (first, trade), (second, bars) = shown
-    assert (first.name, second.name) == ("tradeoff.png", "retrieval.png")
-    left, right = trade.axes
-    along = [[list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 2]
-             for axes in (left, right)]
-    assert along == [[[51, 49, 53, 55, 56]], [[25.5, 24.5, 26.5, 27.5, 28], [28, 27, 26]]]
-    for axes, runs in ((left, [run for run in NAMES if run != "layer-4"]), (right, NAMES)):
-        known = [run for run in runs if run not in lost]
-        scattered = [dots for dots in axes.collections if len(dots.get_offsets()) == 3]
-        assert len(scattered) == len(known) and len(axes.containers) == len(runs) - len(known)
-        for run, dots in zip(known, scattered):
-            block = imagenette.BLOCKS.get(run, 2) if axes is left else 6
-            y = VALUES[run] / (1 if axes is left else 2)
-            x = 100 * block + VALUES[run]
-            wanted = [[pytest.approx(x + seed), y + seed] for seed in (-1, 0, 1)]
-            assert dots.get_offsets().tolist() == wanted, run
+    assert (first, second) == ("tradeoff.png", "retrieval.png")
+    for axes, block, factor in zip(trade.axes, (2, 6), (1, 2)):
+        line, = [line for line in axes.lines if len(line.get_ydata()) > 2]
+        assert list(line.get_ydata()) == [y / factor for y in (51, 49, 53, 55, 56)]
+        runs = [run for run in NAMES if run != "layer-4" or block == 6]
+        dots = {one.get_label(): one.get_offsets().tolist() for one in axes.collections
+                if hasattr(one, "get_sizes")}     # the others are bars of stds
+        assert len(dots) == len(runs) and len(axes.containers) == len(lost)
+        for run in runs:
+            own = imagenette.BLOCKS.get(run, 2) if block == 2 else 6
+            x = own + VALUES[run] / 100
+            wanted = [[pytest.approx(x + seed / 100), VALUES[run] / factor + seed]
+                      for seed in ((0,) if run in lost else (-1, 0, 1))]
+            assert dots[imagenette.LABELS.get(run, run)] == wanted, run
     heights = [bar.get_height() for bar in bars.axes[0].patches]
-    methods = ("MoCo-v3", *imagenette.ALONG_LAMBDA)
-    assert heights == [pytest.approx(200 + VALUES[run]) for run in methods]
-
-
-def test_pictures_are_drawn_of_the_runs_that_are_there(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [row | {"epochs": 100} for row in rows_of("MoCo-v3") if row["seed"] == 0]
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    argv = ["--figures", str(path), "--out", str(tmp_path / "new"), "--epochs", "100"]
-    imagenette.main(imagenette.settings(argv))
-    pictures = sorted(path.name for path in (tmp_path / "new").iterdir())
-    assert pictures == ["retrieval.png", "tradeoff.png"]
+    assert heights == [pytest.approx(2 + VALUES[run] / 100)
+                       for run in ("MoCo-v3", *imagenette.ALONG_LAMBDA)]
 
 
 def test_a_run_on_images_fills_the_file(tmp_path, monkeypatch):
-    """Training, heads of three seeds, and corruptions, in this process."""
+    """Training by plain attention, heads of three seeds, and pictures of the one run."""
     pytest.importorskip("matplotlib")
+    plain = []
 
-    def run_here(command, check):
-        if "robustness" in command[2]:
-            words = command[3:]
-            found = [{"set": f"C/fog/{n}", "measure": "linear top-1 %", "value": n} for n in (2, 4)]
-            args = robustness.settings(words)
-            heads.append(torch.load(args.head)["settings"]["seed"])
-            path = Path(args.checkpoint).with_name("robustness.json")
-            checkpoint = eval_linear.load(args)
-            made = [row | {"encoder": "trained", "classes": 6, "block": 3} for row in found]
-            eval_linear.write(path, made, args, checkpoint)
-        else:
-            imagenette.plain_attention(command[4:])
+    def run_here(command, check):     # python -m paper.experiments.imagenette --plain ...
+        imagenette.plain_attention(command[4:])
 
-    heads = []
+    def attention(*given, **more):
+        plain.append(not torch.backends.cuda.flash_sdp_enabled())
+        return attend(*given, **more)
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(robustness, "make", lambda folder, data, per_class: None)
-    monkeypatch.setattr(imagenette, "draw", lambda args: None)
     monkeypatch.setattr(imagenette, "FLAGS", " ".join(TOY[:-2]) + " --cls-layer 1 --equiv-layers 1")
-    class_folders(tmp_path / "train", per_class=3)
-    class_folders(tmp_path / "val", per_class=2, seed=6)
-    argv = ["--data", str(tmp_path), "--out", str(tmp_path / "runs"), "--seeds", "4", "--names",
-            "SER", "--bf16", "--workers", "0", "--corruptions"]
+    class_folders(tmp_path / "D/train", per_class=3)
+    class_folders(tmp_path / "D/val", per_class=2, seed=6)
+    out = tmp_path / "runs"
+    argv = ["--data", str(tmp_path / "D"), "--out", str(out), "--seeds", "4", "--names", "SER",
+            "--bf16", "--workers", "0", "--side", "18"]
     imagenette.main(imagenette.settings(argv))
-    rows = json.loads((tmp_path / "runs/imagenette.json").read_text())
+    rows = json.loads((out / "imagenette.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
-    corrupted, = [row for row in rows if "corrupted" in row["measure"]]
-    assert heads == [0, 1, 2]
-    assert len(linear["values"]) == len(corrupted["values"]) == 3 and corrupted["value"] == 3
+    assert len(linear["values"]) == 3 and plain and all(plain)
     assert {row["run"] for row in rows} == {"SER", "untrained"}
     assert {(row["seed"], row["epochs"], row["b2"]) for row in rows} == {(4, 1, 2)}
+    assert ser.load(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
+    assert {path.name for path in out.glob("*.png")} == {"retrieval.png", "tradeoff.png"}
+
+
+def markdown_tables(text):
+    """(heading above, header, rows) of each table, in cells."""
+    heading = ""
+    table = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            table.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif table:
+            yield heading, table[0], table[2:]
+            table = []
+        if line.startswith("#"):
+            heading = line
+
+
+def run_of(name):
+    """That of `control, λ = 0`, of `SER, .02` or `.1`, or of 4, the block of L_equiv."""
+    if name in ("2", "4", "6"):
+        return {"2": "SER"}.get(name, f"layer-{name}")
+    known, weight = re.search(r"(untrained|MoCo-v3|control)|(\.\d+)$", name).groups()
+    return known or {".5": "SER"}.get(weight, f"SER-0{weight}")
+
+
+def measure_of(name, run):
+    """The measure and the block of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
+    for part, measure in (("MLP", "mlp"), ("corrupted", "corrupted linear"), ("20-NN", "20-NN"),
+                          ("linear", "linear")):
+        if part in name:
+            return f"{measure} top-1 %", 6
+    element = re.search("hflip|scale|$", name)[0] or "rot90"
+    kind = "cosine" if "cosine" in name else "retrieval"
+    block = re.search(r"\d$", name)
+    own = imagenette.BLOCKS.get(run, 2)
+    return f"{element} {kind}", int(block[0]) if block else own
+
+
+@pytest.mark.parametrize("name", ["README.md", "paper/README.md"])
+def test_readmes_tables_are_what_the_file_says(name):
+    """Those with a column for the control, or a row for each block of L_equiv. The heading tells
+    epochs and images of b2, `4 of 128`; rows of the paper's numbers are left out."""
+    root = Path(ser.__file__).parent
+    checked = 0
+    wrong = []
+    for heading, header, lines in markdown_tables((root / name).read_text()):
+        runs = [cell for cell in header if cell.startswith("control")]
+        if not runs and header[0] != "L_equiv":
+            continue
+        epochs = re.search(r"(\d+) epochs", heading)
+        b2 = re.search(r"(\d+) of 128", heading)
+        rows = imagenette.read(root / "paper/experiments/imagenette.json",
+                               int(epochs[1]) if epochs else 20, int(b2[1]) if b2 else 16)
+        for line in lines:
+            for column, cell in list(zip(header, line))[1:]:
+                if "paper" in line[0]:
+                    continue
+                run, title = (column, line[0]) if runs else (line[0], column)
+                run = run_of(run)
+                place = measure_of(title, run)
+                own = imagenette.select(rows, run, *place)
+                base = imagenette.select(rows, "control", *place)
+
+                digits = len(re.search(r"\.(\d+)", cell)[1])
+                percent = 100 if "%" in title and "%" not in place[0] else 1
+                own = {seed: row | {"value": percent * row["value"]} for seed, row in own.items()}
+                text = sweep.spread(own.values(), digits)
+                if "(" in cell:
+                    gains = sweep.differences(own, base, "control")
+                    text = f"{text} ({sweep.spread(gains, digits)})"
+                if cell.startswith((".", "-.")):
+                    text = re.sub(r"\b0\.", ".", text)
+                checked += 1
+                if cell != text:
+                    wrong.append(f"{heading}: {title}, {run}: {cell}, the file says {text}")
+    assert checked >= 12
+    assert not wrong, "\n".join(wrong)

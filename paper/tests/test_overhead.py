@@ -18,32 +18,23 @@ def test_the_counts_are_the_papers():
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
         "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
 
-@pytest.mark.parametrize("name, flags, images", [
-    ("moco", "--ratio 0.25", [8, 8]), ("ser", "--ratio 0.25 --cls-layer 1", [6, 2, 6, 2]),
-    ("equimod", "--layer 2", [8, 8, 8])])
-def test_a_timed_step_trains_the_whole_model(name, flags, images, monkeypatch):
+@pytest.mark.parametrize("name, flags, images, dtype", [
+    ("moco", "--ratio 0.25 --bf16", [8, 8], torch.bfloat16),
+    ("ser", "--ratio 0.25 --cls-layer 1", [6, 2, 6, 2], torch.float32)])
+def test_a_timed_step_trains_the_whole_model(name, flags, images, dtype, monkeypatch):
+    """On two views, MoCo-v3 without b2, and in bf16 if asked."""
     monkeypatch.setattr(overhead, "BATCH", 8)
-    args, build, dataset = overhead.method(name, [*TOY, *flags.split()])
+    args, build = overhead.method(name, [*TOY, *flags.split()])
     model = build(args)
     before = {key: p.clone() for key, p in model.named_parameters() if "patch_embed" not in key}
-    encoded = []
-    model.base.encoder.register_forward_hook(lambda _, given, out: encoded.append(len(given[0])))
-    step = overhead.training_step(args, lambda args: model, dataset)
-    step(0)
-    step(1)     # the first one leaves the momentum branch as it is
-    assert encoded == 2 * images
-    assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
-
-@pytest.mark.parametrize("flags, dtype", [([], torch.float32), (["--bf16"], torch.bfloat16)])
-def test_a_timed_step_multiplies_in_bf16_if_asked(flags, dtype, monkeypatch):
-    monkeypatch.setattr(overhead, "BATCH", 8)
-    args, build, dataset = overhead.method("moco", [*TOY, *flags])
-    model = build(args)
     seen = []
     project = model.base.encoder.blocks[0].attn["qkv"]
-    project.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
-    overhead.training_step(args, lambda args: model, dataset)(0)
-    assert seen == [dtype] * 2, "two views, without b2"
+    project.register_forward_hook(lambda _, given, out: seen.append((len(out), out.dtype)))
+    step = overhead.training_step(args, lambda args: model)
+    step(0)
+    step(1)     # the first one leaves the momentum branch as it is
+    assert seen == 2 * [(size, dtype) for size in images]
+    assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
 
 
 def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
@@ -84,7 +75,7 @@ def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
 def test_the_rows_of_a_clock_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(overhead, "BATCH", 8)
     save_image(torch.rand(3, 40, 30), tmp_path / "1.png")
-    monkeypatch.setitem(overhead.SIDES, "step", [("moco", "0"), ("ser", "0.25")])
+    monkeypatch.setattr(overhead, "SIDES", [("moco", "0"), ("ser", "0.25")])
     overhead.main(overhead.settings(["--rows", "step", "loader", "--data", str(tmp_path),
                                      "--rounds", "1", "--cls-layer", "1", *TOY]))
     assert capsys.readouterr().out.count("images/s") == 4
