@@ -4,13 +4,12 @@
     curl -LO https://github.com/facebookresearch/SIE/raw/HEAD/data/val_images.npy
     python -m paper.evaluations.bench3die --data 3DIEBench --checkpoint runs/main/last.pt
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The data of Garrido et
-al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50 renderings of each of 52,472
-objects. val_images.npy lists those to validate on, as "/SYNSET/OBJECT/"; all others are trained on.
+The data of Garrido et al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50
+renderings of each of 52,472 objects. val_images.npy lists those to validate on, as
+"/SYNSET/OBJECT/"; all others are trained on.
 
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
-the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags
-(--val, --test and --equivariance are not used). 16% of val are of the largest class.
+the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags.
 """
 from argparse import Namespace
 from pathlib import Path
@@ -35,8 +34,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = eval_linear.arguments()
     parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    # Choice: all, so that the result is no sample; the authors sample one in every validation.
-    parser.add_argument("--views", type=ser.count, default=50, help="of each validation object")
     return eval_linear.parse(argv, parser)
 
 
@@ -61,12 +58,14 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
     """The sets, as those of eval_linear.load_sets; classes are the sorted synsets."""
     classes = sorted(path.name for path in Path(args.data).iterdir() if path.is_dir())
     validated = {name.strip("/") for name in numpy.load(args.split).tolist()}
+
     items = {"train": [], "crops": [], "val": []}
     for label, synset in enumerate(classes):
         for folder in sorted(Path(args.data, synset).iterdir()):
             if f"{synset}/{folder.name}" in validated:
-                items["val"] += [(folder, range(v, v + 1), label) for v in range(args.views)]
-            elif folder.is_dir():
+                # Choice: all views, so that the result is no sample; the authors sample one.
+                items["val"] += [(folder, range(view, view + 1), label) for view in range(50)]
+            else:
                 # Choice: one of the 50 in an epoch, as the authors do; no flip.
                 items["crops"].append((folder, range(50), label))
                 items["train"].append((folder, range(1), label))
@@ -80,6 +79,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     checkpoint = eval_linear.load(args)
     path = eval_linear.results_path(args, "bench3die.json")
     sets = load_sets(args, checkpoint.settings["image_size"])
+
     encoder = checkpoint.encoder.to(device)
     rows, _ = eval_linear.probe(encoder, sets, args, path.with_suffix(".jsonl"))
     if ser.ranks_and_rank()[1] > 0:
@@ -87,7 +87,6 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     eval_linear.write(path, rows, args, checkpoint)
     eval_linear.print_table(rows)
-    print(f"{len(sets.classes)} classes (the paper's rows: 55 classes)")
     for name, (top1, top5) in PAPER.items():
         print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")
     print(f"results are in {path}")

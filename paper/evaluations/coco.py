@@ -2,16 +2,14 @@
 
     python -m paper.evaluations.coco --data /coco --checkpoint runs/main/last.pt
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. /coco is COCO 2017 as
-it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and val2017/. Every 500
-steps (--save-every), losses are added to coco.jsonl, and coco.pt is saved: the same command resumes
-from it.
+/coco is COCO 2017 as it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and
+val2017/. Every 500 steps, losses are added to coco.jsonl, and coco.pt is saved: the same command
+resumes from it.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
 size of the images, the optimizer and the augmentation. Each is a flag or has a `# Choice:` below:
-torchvision's Faster R-CNN, on the simple feature pyramid of ViTDet (Li et al. 2022) over the map of
-the last block. Results of another detector do not compare; those of two encoders on this one do.
+torchvision's Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
 """
 import math
 import os
@@ -25,6 +23,7 @@ from torchvision.datasets import CocoDetection, wrap_dataset_for_transforms_v2
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import box_convert
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -39,7 +38,7 @@ PAPER = {     # AP, AP50, AP75 (appendix A.3)
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder of COCO 2017: annotations, train2017, val2017", required=True)
+    parser = arguments("folder of COCO 2017: annotations, train2017, val2017")
     add = parser.add_argument
     add("--iterations", type=ser.count, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=ser.count, default=32, help="images per step, over all ranks")
@@ -85,6 +84,7 @@ class Pyramid(nn.Module):
             tokens = self.encoder(images, [last]).maps[last].movedim(1, -1)
             x = self.encoder.norm(tokens).movedim(-1, 1)
             maps = {str(place): level(x).float() for place, level in enumerate(self.levels)}
+
         maps["pool"] = maps["3"][:, :, ::2, ::2]
         return maps
 
@@ -94,6 +94,7 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     images in [0, 1] of any size, and normalises them. The encoder's patch size must be a power of
     two, as torchvision rounds the scales of maps to powers of two."""
     torch.manual_seed(args.seed)
+
     # Choice: as usual, anchors of 32 to 512 pixels, for patches of 16, and no side above 1333.
     sides = [(2 * encoder.patch_size * 2 ** level,) for level in range(5)]
     anchors = AnchorGenerator(sides, [(0.5, 1.0, 2.0)] * 5)
@@ -101,10 +102,9 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
 
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are padded
     # to multiples of 4 patches, a cell of the coarsest map, as torchvision rounds down the distance
-    # of its anchors, side // cells. 32 is torchvision's own multiple.
-    divisible = math.lcm(32, 4 * encoder.patch_size)
+    # of its anchors, side // cells.
     return FasterRCNN(Pyramid(encoder), classes, args.size, longest,
-                      rpn_anchor_generator=anchors, size_divisible=divisible)
+                      rpn_anchor_generator=anchors, size_divisible=4 * encoder.patch_size)
 
 
 # ==== Data: COCO as it is downloaded =====================================================
@@ -116,12 +116,14 @@ def photos(args: Namespace, name: str, train: bool) -> Dataset:
     transforms = v2.Compose([v2.ToImage(), to_float, v2.ClampBoundingBoxes()])
     index = Path(args.data, "annotations", f"instances_{name}.json")
     data = CocoDetection(Path(args.data, name), index, transforms=transforms)
+
     if train:
         # A detector learns neither from crowds nor from boxes without an area.
         boxes = data.coco.imgToAnns
         for items in boxes.values():
             items[:] = [x for x in items if not x["iscrowd"] and min(x["bbox"][2:]) > 0]
         data.ids = [image_id for image_id in data.ids if boxes[image_id]]
+
     return wrap_dataset_for_transforms_v2(data)
 
 
@@ -195,6 +197,7 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
     """AP (mean over IoU .5 to .95), AP50 and AP75 at up to 100 detections an image, as COCO's own
     code computes them. Ranks share the images."""
     from pycocotools.cocoeval import COCOeval
+
     ranks, rank = ser.ranks_and_rank()
     own = Subset(data, range(rank, len(data), ranks))
     # One image at a time: torchvision pads a batch to its largest image, tokens attend to the
@@ -204,11 +207,13 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
     results = []
     for image, truth in tqdm(loader, disable=rank > 0):
         output = model([image.to(device)])[0]
-        output["boxes"][:, 2:] -= output["boxes"][:, :2]     # now left, top, width and height
-        found = zip(*[output[name].tolist() for name in ("labels", "boxes", "scores")])
-        for label, box, score in found:
-            results.append({"image_id": truth["image_id"], "category_id": label, "bbox": box,
-                            "score": score})
+        boxes = box_convert(output["boxes"], "xyxy", "xywh")     # left, top, width and height
+        labels = output["labels"].tolist()
+        scores = output["scores"].tolist()
+        for label, box, score in zip(labels, boxes.tolist(), scores):
+            results.append({"image_id": truth["image_id"], "category_id": label,
+                            "bbox": box, "score": score})
+
     if ranks > 1:
         parts = [results] * ranks     # replaced by those of all ranks
         torch.distributed.all_gather_object(parts, results)
@@ -227,22 +232,21 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     """Train the detector, or go on with it; measure its AP, write and print it."""
     checkpoint = eval_linear.load(args)
     path = eval_linear.results_path(args, "coco.json")
-    encoder = checkpoint.encoder
     train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
     images = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
     run = training_settings("coco", args, checkpoint, images)
 
-    model = detector(encoder, max(val.coco.cats) + 1, args).to(device)
+    classes = max(val.coco.cats) + 1
+    model = detector(checkpoint.encoder, classes, args).to(device)
     train(model.train(), train_set, args, run, path.with_suffix(".pt"))
     results = precision(model.eval(), val, device, args)
     if ser.ranks_and_rank()[1] > 0:
         return
 
-    rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), encoder.depth)
+    depth = checkpoint.encoder.depth
+    rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
     eval_linear.write(path, rows, args, checkpoint)
-    print(f"{args.iterations} steps of {args.batch_size} images; {len(val)} images of val "
-          "(the paper's rows: 45000 steps of 32 images; 5000 images)")
     for name, values in {"here": results.values(), **PAPER}.items():
         print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
     print(f"results are in {path}")

@@ -1,11 +1,9 @@
 """Full fine-tuning on ImageNet-1k: the last columns of the paper's Table 3.
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
-    python -m paper.evaluations.finetune --epochs 9 --batch-size 64 --workers 0  # synthetic images
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. Results are added to
-finetune.json beside the checkpoint, or in --out. Each epoch adds the loss of its last batch to
-finetune.jsonl and saves finetune.pt, from which the same command resumes. Evaluations take it, too.
+Each epoch adds the loss of its last batch to finetune.jsonl beside the results and saves
+finetune.pt, from which the same command resumes. Evaluations take it, too.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
 authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So
@@ -14,8 +12,8 @@ cosine, stochastic depth, label smoothing, and the random crops and flips of the
 """
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
-from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +34,7 @@ PAPER = {     # top-1 and top-5, percent (Table 3, fine-tuning)
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder with train/CLASS, val/CLASS; none: synthetic images, and a "
-                       "--checkpoint of runs/ser/last.pt")
+    parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
     # Choice: fewer than MAE (100) and MoCo-v3's ViT-B (150), which train with mixup.
     add("--epochs", type=ser.count, default=50, help="passes over the training images")
@@ -54,12 +51,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def depth_hook(p: float) -> Callable:
-    """Stochastic depth for a module: in training, each image of a batch skips it with chance p."""
-    def hook(module: nn.Module, _: tuple, output: Tensor) -> Tensor:
-        return stochastic_depth(output, p, "row", module.training)
-
-    return hook
+def skip_some(p: float, module: nn.Module, _: tuple, output: Tensor) -> Tensor:
+    """A hook for stochastic depth: in training, each image skips the module with chance p."""
+    return stochastic_depth(output, p, "row", module.training)
 
 
 class Classifier(nn.Module):
@@ -70,8 +64,8 @@ class Classifier(nn.Module):
         self.encoder = encoder.requires_grad_(True).train()     # also the frozen patch embedding
         for number, block in enumerate(encoder.blocks):
             p = drop_path * number / max(encoder.depth - 1, 1)     # from 0 to drop_path
-            block.attn["proj"].register_forward_hook(depth_hook(p))
-            block.mlp["fc2"].register_forward_hook(depth_hook(p))
+            for layer in (block.attn["proj"], block.mlp["fc2"]):
+                layer.register_forward_hook(partial(skip_some, p))
 
         # Choice: the last [CLS] alone; the probe's four blocks are for features that cannot adapt.
         self.head = nn.Linear(encoder.dim, classes)
@@ -151,31 +145,24 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
 
 def evaluate(args: Namespace, device: torch.device) -> None:
     """Fine-tune an encoder, or go on with it; score it, write the result and print it."""
-    ranks, rank = ser.ranks_and_rank()
     checkpoint = eval_linear.load(args)
     path = eval_linear.results_path(args, "finetune.json")
 
-    # Images, and their names below train/.
     sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])
     classes = len(sets.classes)
-    data = sets.crops if args.data else sets.train
-    images = ["synthetic"] * len(data)
-    if args.data:
-        images = [image.removeprefix(str(data.root)) for image, _ in data.samples]
+    data = sets.crops
+    images = [image.removeprefix(str(data.root)) for image, _ in data.samples]
 
-    # Training.
-    args.batch_size = min(args.batch_size, len(data) // ranks * ranks)
     run = training_settings("finetune", args, checkpoint, images)
     torch.manual_seed(args.seed)
     encoder = checkpoint.encoder
     model = Classifier(encoder, classes, args.drop_path).to(device)
     train(model, data, args, run, path.with_suffix(".pt"))
 
-    # Accuracy.
     features, labels = eval_linear.extract(encoder.eval(), sets.tests["val"], 1, args)
     logits = model.head(features)
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(classes, device=device))
-    if rank > 0:
+    if ser.ranks_and_rank()[1] > 0:
         return
 
     values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}

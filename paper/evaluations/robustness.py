@@ -5,26 +5,13 @@
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-p /imagenet-p
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --turned /imagenet/val
 
-With several GPUs, `torchrun --nproc_per_node=8` takes the place of `python`. The encoder and the
-head of the linear probe stay as they are. The last line is ours: images of val turned by 90, 180
-and 270 degrees. C and P are altered images of val (Zenodo 2235448 and 3565846). Unpack the
-archives into one folder, or each into its own (blur/, noise/, ...):
+The encoder and the head of the linear probe stay as they are. The last line is ours: turned images
+of val. C and P are altered images of val (Zenodo 2235448 and 3565846), unpacked into one folder:
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
-
-The paper's means over the columns, top-1 / top-5 in percent; the other methods are on MoCo-v3:
-
-         MoCo-v3      AugSelf      STL          SER          EquiMod      E-SSL        SER, 2 + 4
-    C    39.47/61.76  38.93/61.90  33.33/54.83  40.58/63.53  37.45/60.33  42.66/65.92  42.91/65.48
-    P    63.91/84.67  63.58/84.69  61.85/83.30  65.13/85.69  64.44/85.66  66.58/87.01  68.00/87.41
-    P, top-1: DINO 62.27, with SER 62.92; Barlow Twins 54.77, with SER 58.89
-
-For images that have no C, such as imagenette's, `make` writes one (experiments/imagenette.py).
 """
-import contextlib
 import sys
-import tempfile
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -50,24 +37,17 @@ SETS = {"C": [f"{name}/{severity}" for name in CORRUPTIONS for severity in (1, 2
               "gaussian_blur", "snow", "spatter", "brightness", "translate", "rotate", "tilt",
               "scale", "shear"],
         "turned": ["90", "180", "270"]}     # degrees, counter-clockwise
-# The paper's rows, without the last column, which is the mean of the others.
-PAPER = {"C": """\
-top-1   Gauss Shot  Impul Defoc Glass Motio Zoom  Snow  Frost Fog   Brigh Contr Elast Pixel JPEG
-MoCo-v3 39.18 37.81 36.09 33.51 13.85 31.49 25.86 30.61 30.03 35.02 62.81 52.00 54.65 55.78 53.37
-SER     39.42 38.30 36.85 36.23 15.91 34.90 27.35 30.71 30.12 36.04 63.60 52.81 55.85 56.63 54.03
-top-5   Gauss Shot  Impul Defoc Glass Motio Zoom  Snow  Frost Fog   Brigh Contr Elast Pixel JPEG
-MoCo-v3 63.30 61.68 59.76 56.22 28.46 53.52 45.98 52.52 50.54 58.64 84.47 76.74 77.38 79.44 77.76
-SER     64.16 62.70 61.21 59.92 32.28 58.17 48.22 53.23 51.26 60.49 85.68 77.94 78.55 80.52 78.58
-""", "P": """\
-top-1   Gau-N Shot  Speck Motio Zoom  Gau-B Snow  Spatt Brigh Trans Rotat Tilt  Scale Shear
-MoCo-v3 67.85 67.85 67.97 57.31 68.30 68.28 56.57 66.57 63.43 68.05 64.55 67.58 45.18 65.32
-SER     68.97 69.01 69.00 59.09 69.46 69.35 58.02 67.86 64.58 69.04 65.76 68.60 46.78 66.34
-top-5   Gau-N Shot  Speck Motio Zoom  Gau-B Snow  Spatt Brigh Trans Rotat Tilt  Scale Shear
-MoCo-v3 87.75 87.81 87.82 80.34 87.91 87.94 79.22 86.75 84.54 87.72 85.16 87.48 69.08 85.84
-SER     88.62 88.59 88.60 82.01 88.66 88.68 80.56 87.58 85.59 88.52 86.01 88.17 71.25 86.78
-""", "turned": """\
-top-1   90    180   270
-top-5   90    180   270
+# The paper's columns: top-1 of MoCo-v3 and of SER, then top-5 of both.
+PAPER = {"C": """
+39.18 37.81 36.09 33.51 13.85 31.49 25.86 30.61 30.03 35.02 62.81 52.00 54.65 55.78 53.37
+39.42 38.30 36.85 36.23 15.91 34.90 27.35 30.71 30.12 36.04 63.60 52.81 55.85 56.63 54.03
+63.30 61.68 59.76 56.22 28.46 53.52 45.98 52.52 50.54 58.64 84.47 76.74 77.38 79.44 77.76
+64.16 62.70 61.21 59.92 32.28 58.17 48.22 53.23 51.26 60.49 85.68 77.94 78.55 80.52 78.58
+""", "P": """
+67.85 67.85 67.97 57.31 68.30 68.28 56.57 66.57 63.43 68.05 64.55 67.58 45.18 65.32
+68.97 69.01 69.00 59.09 69.46 69.35 58.02 67.86 64.58 69.04 65.76 68.60 46.78 66.34
+87.75 87.81 87.82 80.34 87.91 87.94 79.22 86.75 84.54 87.72 85.16 87.48 69.08 85.84
+88.62 88.59 88.60 82.01 88.66 88.68 80.56 87.58 85.59 88.52 86.01 88.17 71.25 86.78
 """}
 
 
@@ -75,7 +55,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments()
     add = parser.add_argument
-    add("--head", default="", help="of eval_linear.py; none: the one beside checkpoint or results")
+    add("--head", default="", help="of eval_linear.py; none: the one beside the checkpoint")
     add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
     add("--imagenet-p", "--p", dest="p", default="", help="its folder")
     add("--turned", default="", help="folder of the validation classes, whose images are turned")
@@ -87,23 +67,20 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint, out: Path,
+def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
               device: torch.device) -> Namespace:
-    """--head, or the one head of this encoder beside the checkpoint or in `out`: its path, linear
-    (B, K) -> (B, C), classes, blocks whose [CLS] it reads, and what rows say of it, `made`. Exits
-    with one sentence if no head fits, or several do."""
-    paths = [Path(args.head)]
-    if not args.head:
-        folders = {Path(args.checkpoint).parent.resolve(), out.resolve()}
-        paths = [path for folder in folders for path in folder.glob("head-*.pt")]
-
+    """--head, or the one head of this encoder beside the checkpoint: its path, linear (B, K) ->
+    (B, C), classes, blocks whose [CLS] it reads, and what rows say of it, `made`. Exits with one
+    sentence if no head fits, or several do."""
+    paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
     for path in paths:
         state = torch.load(path, device, weights_only=True)
         if state.get("weights") == checkpoint.weights:
             fitting[str(path)] = state
+
     if not fitting:
-        sys.exit(f"no head of {args.checkpoint} in {args.head or out}: eval_linear.py trains one")
+        sys.exit(f"found no head of {args.checkpoint}: eval_linear.py trains one")
     if len(fitting) > 1:
         names = ", ".join(sorted(fitting))
         sys.exit(f"several heads are of {args.checkpoint}; name one by --head: {names}")
@@ -112,6 +89,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint, out: Path,
     classes, width = state["weight"].shape
     linear = nn.Linear(width, classes).to(device).requires_grad_(False)
     linear.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
+
     given = state["settings"]
     made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"], "rates": given["lr"],
             "epochs": given["epochs"], "cached": given["cache"], "seed": given["seed"]}
@@ -144,42 +122,42 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
 
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """Write a C of data/CLASS/..., or of the first `per_class` images of each class, beside
-    `folder`, and rename it when it is complete; if another process was first, its images stay.
-    Results compare with one another alone: imagecorruptions is not the original code (blur, snow
-    and frost differ), and the resize before it is bicubic."""
+    """Write a C of data/CLASS/..., or of the first `per_class` images of each class, for those that
+    have none. It gets its name when it is complete. Results compare with one another alone:
+    imagecorruptions is not the original code (blur, snow and frost differ), and the resize before
+    it is bicubic."""
     import numpy
     from imagecorruptions import corrupt
-    crop = eval_linear.eval_transform(224)
-    sources = []
-    for class_folder in sorted(Path(data).iterdir()):
-        if class_folder.is_dir():
-            images = [path for path in class_folder.iterdir() if not path.name.startswith(".")]
-            sources += sorted(images)[:per_class]
 
-    Path(folder).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(folder).parent) as temporary:
-        unfinished = Path(temporary, "unfinished")
-        for source in tqdm(sources, "corrupting"):
-            image = crop(ser.read_image(str(source))).permute(1, 2, 0).numpy()
-            for one in SETS["C"]:
-                name, severity = one.split("/")
-                number = ser.rng(seed, one, source.stem).initial_seed() % 2 ** 32
-                numpy.random.seed(number)
-                # These two do not sample from numpy's global generator.
-                own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}
-                changed = corrupt(image, int(severity), name, **own)
-                target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
-        with contextlib.suppress(OSError):     # another process was first, and its images stay
-            unfinished.rename(folder)
+    images = eval_linear.class_folder(data, eval_linear.eval_transform(224))
+    chosen = []
+    for label in range(len(images.classes)):
+        own = [place for place, target in enumerate(images.targets) if target == label]
+        chosen += own[:per_class]
+
+    unfinished = Path(f"{folder}-unfinished")
+    for place in tqdm(chosen, "corrupting"):
+        source = Path(images.samples[place][0])
+        image = images[place][0].permute(1, 2, 0).numpy()
+        for one in SETS["C"]:
+            name, severity = one.split("/")
+            number = ser.rng(seed, one, source.stem).initial_seed() % 2 ** 32
+            numpy.random.seed(number)
+            # These two do not sample from numpy's global generator.
+            own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}
+            changed = corrupt(image, int(severity), name, **own)
+
+            target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
+    unfinished.rename(folder)
 
 
 # ==== ImageNet-P =========================================================================
 def read_video(path: str) -> Tensor:
     """The frames (n, 3, h, w) uint8 of a video."""
     import av
+
     with av.open(path) as file:
         frames = [torch.from_numpy(f.to_ndarray(format="rgb24")) for f in file.decode(video=0)]
     return torch.stack(frames).permute(0, 3, 1, 2)
@@ -200,6 +178,7 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
         label = head.classes.index(videos.classes[place])
         labels = all_classes[label].expand(len(frames))
         sums += torch.tensor(eval_linear.accuracy(logits, labels, all_classes)).to(sums)
+
     if ranks > 1:
         torch.distributed.all_reduce(sums)
     return (sums / len(videos)).tolist()
@@ -207,46 +186,43 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
 
 # ==== Sets and tables ====================================================================
 def find_sets(kind: str, root: str) -> dict[str, Path]:
-    """Set -> folder, of the sets of C ("fog/3") or P ("tilt") that are there as root/SET or
-    root/ANY/SET; turned images are all of root. Exits with one sentence if there is none."""
+    """Set -> folder, of the sets of C ("fog/3") or P ("tilt") that are there as root/SET; turned
+    images are all of root. Exits with one sentence if there is none."""
     folders = {}
     for name in SETS[kind]:
-        places = [Path(root, name), *Path(root).glob(f"*/{name}")]
-        if kind == "turned":
-            places = [Path(root)]
-        for folder in places:
-            if folder.is_dir():
-                folders[name] = folder
+        folder = Path(root) if kind == "turned" else Path(root, name)
+        if folder.is_dir():
+            folders[name] = folder
+
     if not folders:
         sys.exit(f"there is no set of {kind} at {root}, not even {SETS[kind][0]}")
     return folders
 
 
-def columns(kind: str, results: dict, place: int) -> Tensor:
-    """Top-1 (place 0) or top-5 (1) in the paper's columns; nan for what is missing."""
-    missing = (torch.nan, torch.nan)
-    values = torch.tensor([results.get(name, missing)[place] for name in SETS[kind]])
-    # Choice: the paper is silent about severities; C is usually scored by the mean over five.
-    return values.view(-1, 5).mean(1) if kind == "C" else values
-
-
 def table(kind: str, results: dict, classes: int) -> str:
-    """The results, above the paper's rows. All means are over the columns that are there."""
-    there = ~columns(kind, results, 0).isnan()
+    """A line for each of the paper's columns, with top-1 and top-5 here and the paper's, and their
+    means over what is there."""
+    names = SETS[kind]
+    missing = (torch.nan, torch.nan)
+    values = torch.tensor([results.get(name, missing) for name in names])         # (sets, 2)
+    if kind == "C":
+        # Choice: the paper is silent about severities; C is usually scored by the mean over five.
+        values = values.unflatten(0, (-1, 5)).mean(1)
+        names = CORRUPTIONS
 
-    def line(name: str, values: Tensor) -> str:
-        shown = [*values.tolist(), values[there].mean().item()]
-        return f"{name:8}" + "".join(f"{value:7.2f}" for value in shown)
+    titles = ["top-1", "top-5"]
+    if kind in PAPER:
+        titles += ["MoCo-v3", "SER", "MoCo-v3", "SER"]
+        paper = torch.tensor([float(cell) for cell in PAPER[kind].split()])
+        values = torch.cat([values, paper.view(4, -1).T], dim=1)
 
-    lines = [f"{kind}: percent among {classes} classes (the paper's rows: 1000 classes)",
-             f"means are over the {there.sum()} of {len(there)} columns that are there"]
-    for row in PAPER[kind].splitlines():
-        name, *cells = row.split()
-        if name in ("top-1", "top-5"):
-            lines.append(f"{name:8}" + "".join(f"{cell:>7}" for cell in [*cells, "mean"]))
-            lines.append(line("here", columns(kind, results, ("top-1", "top-5").index(name))))
-        else:
-            lines.append(line(name, torch.tensor([float(cell) for cell in cells])))
+    there = ~values[:, 0].isnan()
+    mean = values[there].mean(0)
+
+    lines = [f"{kind}: percent among {classes} classes (the paper's: 1000 classes, top-1, top-5)",
+             " " * 18 + "".join(f"{title:>9}" for title in titles)]
+    for name, row in zip([*names, "mean"], [*values, mean]):
+        lines.append(f"{name:18}" + "".join(f"{value:9.2f}" for value in row))
     return "\n".join(lines)
 
 
@@ -257,7 +233,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     folders = {kind: find_sets(kind, root) for kind, root in roots.items() if root}
     checkpoint = eval_linear.load(args)
     path = eval_linear.results_path(args, "robustness.json")
-    head = load_head(args, checkpoint, path.parent, device)
+    head = load_head(args, checkpoint, device)
     encoder = checkpoint.encoder.to(device)
 
     results = {kind: {} for kind in folders}
@@ -268,6 +244,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             else:
                 change = turned(encoder, int(name)) if kind == "turned" else uncropped(encoder)
                 scores = score_images(encoder, head, folder, change, args)
+
             results[kind][name] = scores
             values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)

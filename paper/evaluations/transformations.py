@@ -1,7 +1,6 @@
 """Transformation prediction by layer (paper A.2): can frozen features tell how an image was moved?
 
     python -m paper.evaluations.transformations --data /imagenet --checkpoint runs/main/last.pt
-    python -m paper.evaluations.transformations     # runs/ser/last.pt, on synthetic images
 
 A probe sees the features of an image x and of g x. There are two tasks: by which of four turns was
 x moved, and was it flipped? Where g does nothing, the two halves of a pair are equal bit for bit,
@@ -34,8 +33,7 @@ PAPER = {"rotation": """\
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder with train/CLASS, val/CLASS; none: synthetic images, and a "
-                       "--checkpoint of runs/ser/last.pt")
+    parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
     add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks that it has")
     add("--images", type=ser.count, default=20000, help="of train, spread over it; half of val")
@@ -135,4 +133,4 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(settings, evaluate, one_process=True)
+    main(settings, evaluate)

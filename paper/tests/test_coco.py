@@ -56,44 +56,34 @@ def small(monkeypatch):
 
 
 def test_defaults(small):
-    """The paper's 45k iterations of 32 images, for which the recipe is a usual one."""
-    assert vars(coco.settings(["--data", "D"])) == dict(
-        data="D", checkpoint="", out="", seed=0, workers=8, iterations=45000, batch_size=32,
-        base_lr=1e-4, size=800, save_every=500)
-    encoder = ser.ViT(32, 16, dim=8, depth=1, heads=1, cls_layer=0)
-    model = coco.detector(encoder, 91, coco.settings(["--data", "D"]))
-    assert (model.transform.min_size, model.transform.max_size) == ((800,), 1333)
-    anchors = model.rpn.anchor_generator
-    assert anchors.sizes == [(32,), (64,), (128,), (256,), (512,)]
-    assert anchors.aspect_ratios == [(0.5, 1.0, 2.0)] * 5
+    """The paper's 45k iterations of 32 images: 1,000 of warmup, falls after 30,000 and 40,000."""
+    args = coco.settings(["--data", "D", "--checkpoint", "C"])
+    assert (args.iterations, args.batch_size, args.base_lr, args.size) == (45000, 32, 1e-4, 800)
+    rates = [coco.lr_at(step, args) for step in (499, 999, 29999, 30000, 39999, 40000, 44999)]
+    assert rates == pytest.approx([5e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
+
+    model = coco.detector(ser.ViT(32, 16, dim=8, depth=1, heads=1, cls_layer=0), 91, args)
+    assert model.transform.size_divisible == 64     # a cell of the coarsest map is 4 patches of 16
+    assert model.rpn.anchor_generator.sizes == [(32,), (64,), (128,), (256,), (512,)]
 
 
-def test_a_small_detector_finds_squares(small, tmp_path, capsys):
-    """The command reaches an AP above .5, beside the paper's rows; the encoder stays as it is. A
-    finished detector is not scored for other images."""
+def test_a_small_detector_finds_squares(small, tmp_path):
+    """With a frozen encoder. The finished detector is not scored for other images."""
     path = toy_checkpoint(tmp_path, shaken=False, image_size=32, patch_size=4, dim=48)
     write_split(tmp_path, "train2017", squares(100, 160))
     write_split(tmp_path, "val2017", squares(0, 10))
     line = ["--data", tmp_path, "--checkpoint", path, "--size", "32", "--workers", "0",
             "--iterations", "72", "--batch-size", "2", "--base-lr", "3e-3"]
     call(coco, *line)
+
     assert values(tmp_path / "coco.json", set="val2017", classes=2)["AP"] > 0.5
-    assert "0.242   0.428   0.244" in capsys.readouterr().out
     state = torch.load(tmp_path / "coco.pt")
-    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
     for name, weight in ser.load_encoder(path).state_dict().items():
         assert torch.equal(state["model"][f"backbone.encoder.{name}"], weight), name
 
     index = tmp_path / "annotations/instances_train2017.json"
     index.write_text(index.read_text().replace("0001.png", "000A.png"))
     assert "checksum" in sentence(call, coco, *line)
-
-
-def test_the_rate_rises_and_falls_twice():
-    """Of 45,000 steps 1,000 are warmup; the rate falls after 30,000 and after 40,000."""
-    args = coco.settings(["--data", "D", "--checkpoint", "C"])
-    rates = [coco.lr_at(step, args) for step in (499, 999, 29999, 30000, 39999, 40000, 44999)]
-    assert rates == pytest.approx([5e-5, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6])
 
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, monkeypatch):
@@ -103,11 +93,9 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, 
     write_split(tmp_path, "train2017", [*images, [(3, [5, 5, 0, 9], 0)], []])
     args = coco.settings(["--data", str(tmp_path), "--checkpoint", path, "--workers", "0", "--size",
                           "32", "--iterations", "4", "--batch-size", "4", "--save-every", "2"])
-    assert len(coco.photos(args, "train2017", train=False)) == 10
     flips = []
 
     def train(name):
-        """The images of every step, and the trained weights."""
         steps = []
 
         def look(_, given):
@@ -128,14 +116,14 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(small, tmp_path, 
     whole, weights = train("whole")
     assert sorted(whole[0] + whole[1]) == sorted(whole[2] + whole[3]) == [*range(1, 9)]
     assert whole[:2] != whole[2:] and 0 < sum(flips) < 16
+
     with monkeypatch.context() as stop:
         stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
         with pytest.raises(ZeroDivisionError):
             train("parts")
     steps, parts = train("parts")
     assert steps == whole[2:] and same(parts, weights)
-    for name, logged in (("whole", [2, 4]), ("parts", [4])):
-        assert [json.loads(line)["step"] for line in open(tmp_path / f"{name}.jsonl")] == logged
+
     shares = []
     for rank in range(2):
         become_rank(monkeypatch, rank)
@@ -160,6 +148,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
 
     for shift, n, wanted in ((0, 1, [1, 1, 1]), (7, 1, [0.2, 1, 0]), (0, 0, [0, 0, 0])):
         assert precision(shift, n) == pytest.approx(wanted)
+
     seen = []
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda _, own: (
         seen.extend(one["image_id"] for one in own)))
@@ -175,6 +164,7 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     x = torch.rand(1, 3, 32, 48)
     assert [tuple(found.shape[1:]) for found in pyramid(x).values()] == [
         (256, 32, 48), (256, 16, 24), (256, 8, 12), (256, 4, 6), (256, 2, 3)]
+
     pyramid.levels[2] = torch.nn.Identity()
     tokens = encoder(x, [3]).maps[3].movedim(1, -1)
     close(pyramid(x)["2"], encoder.norm(tokens).movedim(-1, 1))
