@@ -1,18 +1,18 @@
-"""What a checkpoint has learned: linear evaluation (paper 4.1), k-NN (4.2), equivariance (A.2).
+"""What a checkpoint has learned: linear probe (paper 4.1), k-NN (4.2), equivariance (A.2).
 
-    python eval_linear.py                              runs/ser/last.pt, on synthetic images
-    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/main/last.pt
+    python eval_linear.py                            runs/ser/last.pt, on synthetic images
+    torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
 The second line is the protocol of 4.1: linear heads on random crops, for hours, and 20-NN.
 
     --knn             20-NN without heads: minutes
-    --equivariance    equivariance after every block, beside the untrained encoder; no accuracy
-    --cache           heads on one centre crop of each image: minutes; also with the flags above
-    --mlp             MLP heads in place of linear heads; also with the flags above
+    --equivariance    no accuracy, but equivariance after every block, trained and untrained
+    --cache           heads on one centre crop of each image: minutes; with any of these
+    --mlp             MLP heads in place of linear heads; with any of these
 
-eval.json collects the results of all evaluations, each with its settings and the weights that it
-is of, and eval.jsonl the epochs of heads. The best linear head is kept, under a name that other
-settings or weights do not have. A stopped evaluation begins anew.
+eval.json collects the results of all evaluations, each with its settings and the weights
+that it is of, and eval.jsonl the epochs of heads. The best linear head is kept, under a name
+that other settings or weights do not have. A stopped evaluation begins anew.
 """
 import copy
 import hashlib
@@ -41,26 +41,28 @@ def arguments() -> ArgumentParser:
     """The flags of eval_linear.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; or synthetic")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
-    add("--checkpoint", default="", help="last.pt of a run; without --data: runs/ser/last.pt")
+    add("--checkpoint", default="", help="last.pt of a run (synthetic: runs/ser)")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
-    add("--mlp", action="store_true", help="MLP heads of three layers in place of linear heads")
+    add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true", help="20-NN without heads")
     add("--equivariance", action="store_true", help="equivariance after every block")
-    # Choice: the release has 1, 3 and 10; few classes and weak features need smaller ones.
-    add("--lr", type=ser.positive, nargs="+", default=[0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0],
+    # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
+    rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
+    add("--lr", type=ser.positive, nargs="+", default=rates,
         help="learning rates, scaled by batch size / 256; each trains a head")
-    add("--epochs", type=ser.count, default=50, help="passes over the training images (paper: 50)")
-    add("--batch-size", type=ser.count, default=1024, help="images per step, over all ranks")
+    add("--epochs", type=ser.count, default=50, help="passes over the images (paper: 50)")
+    add("--batch-size", type=ser.count, default=1024, help="of heads, over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
 
 
-def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
+def parse(argv: Sequence[str] | None = None,
+          parser: ArgumentParser | None = None) -> Namespace:
     """The settings of a command line, and what they ask for: heads, 20-NN, equivariance."""
     parser = parser or arguments()
     if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
@@ -89,8 +91,8 @@ def fingerprint(encoder: ViT) -> str:
 
 
 def load(args: Namespace) -> Checkpoint:
-    """Read --checkpoint, once for all ranks, as a run that goes on replaces it. Exits with one
-    sentence if --data does not suit it."""
+    """Read --checkpoint, once for all ranks, as a run that goes on replaces it. Exits with
+    one sentence if --data does not suit it."""
     if args.data and not args.checkpoint:
         sys.exit("--data needs --checkpoint, the last.pt of a run")
     args.checkpoint = args.checkpoint or "runs/ser/last.pt"
@@ -112,7 +114,7 @@ class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
     train: Dataset                # one centre crop of each image
-    crops: Dataset | None         # random crops of the same images; None of synthetic ones
+    crops: Dataset | None         # random crops of them; None of synthetic images
     tests: dict[str, Dataset]     # "val" first, then those of --test
 
 
@@ -126,11 +128,11 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., where a label is the place of CLASS among the training classes,
-    by default among the sorted folders. ImageNet-V2 has folders 0, 1, ... for the places
-    themselves: where no folder has the name of a class, names are read as such numbers."""
+    """The images root/CLASS/..., where a label is the place of CLASS among the training
+    classes, by default among the sorted folders. ImageNet-V2 has folders 0, 1, ... for the
+    places themselves: where no folder is called as a class, names are such numbers."""
     if not os.path.isdir(root):
-        sys.exit(f"{root} is no folder of class folders; --val names that of the validation images")
+        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
     if not set(names) & set(folder.classes):
@@ -162,12 +164,14 @@ def load_sets(args: Namespace, size: int) -> Sets:
         if not folder or name in ("train", "crops", *folders):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         folders[name] = folder
-    tests = {name: class_folder(folder, centre, crops.classes) for name, folder in folders.items()}
+    tests = {}
+    for name, folder in folders.items():
+        tests[name] = class_folder(folder, centre, crops.classes)
     return Sets(crops.classes, train, crops, tests)
 
 
 class Seeded(Dataset):
-    """`data`, whose random crops depend on (*key, index) alone, not on ranks or processes."""
+    """`data`, whose random crops depend on (*key, index), not on ranks or processes."""
     def __init__(self, data: Dataset, *key: int):
         self.data = data
         self.key = key
@@ -181,8 +185,8 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===================================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on the
-    encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
+    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on
+    the encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -192,7 +196,8 @@ def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     return torch.cat(tokens, dim=1).float()
 
 
-def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace, batches: list) -> Iterator:
+def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace,
+           batches: list) -> Iterator:
     """Features (B, K) and labels (B,) of each of `batches`, tensors of places in `data`."""
     _, rank = ser.ranks_and_rank()
     places = [rows.tolist() for rows in batches]
@@ -202,8 +207,9 @@ def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace, batches: l
         yield features, labels.to(features.device)
 
 
-def extract(encoder: ViT, data: Dataset, blocks: int, args: Namespace) -> tuple[Tensor, Tensor]:
-    """Features (n, K) and labels (n,) of a set, on every rank: the sum of what ranks encode."""
+def extract(encoder: ViT, data: Dataset, blocks: int,
+            args: Namespace) -> tuple[Tensor, Tensor]:
+    """Features (n, K) and labels (n,) of a set, on every rank: the sum of their parts."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = own.split(max(1, args.batch_size // ranks))
@@ -225,7 +231,7 @@ class Heads(nn.ModuleList):
     def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
         layers = []
         if mlp:
-            # Choice: the paper names no widths; these are of Garrido et al. 2023, whom it follows.
+            # Choice: the paper names no widths; it follows Garrido et al. 2023, as these do.
             layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
             width = 1024
         last = nn.Linear(width, classes)
@@ -238,17 +244,17 @@ class Heads(nn.ModuleList):
         return [head(x) for head in self]
 
 
-def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple, args: Namespace,
-                log: Path, name: str) -> int:
-    """Train on epoch_batches(epoch, shares), which gives features (B, K) and labels (B,) of this
-    rank's shares of `images` images. Returns which head is best on `val`, features and labels;
-    adds a line for each epoch to `log`, under `name`."""
+def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
+                args: Namespace, log: Path, name: str) -> int:
+    """Train on epoch_batches(epoch, shares), which gives features (B, K) and labels (B,) of
+    this rank's shares of `images` images. Returns which head is best on `val`, features and
+    labels; adds a line for each epoch to `log`, under `name`."""
     ranks, rank = ser.ranks_and_rank()
     batch = min(args.batch_size, images) // ranks * ranks
     steps = images // batch     # the last, incomplete batch is not used
     x_val, y_val = val
 
-    # Choice: momentum .9, no weight decay, as the release. Paper: 4.1, a cosine without warmup.
+    # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
     parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
     groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
               for head, lr in zip(heads, args.lr)]
@@ -277,8 +283,6 @@ def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple, 
         if rank == 0:     # the loss is of rank 0's share
             print(json.dumps(line), file=log.open("a"))
 
-    if rank == 0 and args.lr[best] in (min(args.lr), max(args.lr)):
-        print(f"the best rate of {name}, {args.lr[best]}, is an end of --lr: try one beyond it")
     return best
 
 
@@ -292,15 +296,15 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, floa
 
 # ==== 5. k-NN (paper 4.2) =================================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
-    """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training features
-    (m, D) with weights exp(s / .07), where s is the cosine similarity."""
-    # Choice: 4.2 says 20-NN; features, similarity and weights are those of DINO's eval_knn.
+    """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
+    features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
+    # Choice: 4.2 says 20-NN. Features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train.float())
     classes = int(train_labels.max()) + 1
     right = 0
     for x, y in zip(test.split(256), labels.split(256)):
-        similarities = F.normalize(x) @ train.T                                   # (B, m)
-        nearest = similarities.topk(min(20, len(train)))                          # (B, 20)
+        similarities = F.normalize(x) @ train.T                               # (B, m)
+        nearest = similarities.topk(min(20, len(train)))                      # (B, 20)
         weights = (nearest.values / 0.07).exp()
         votes = x.new_zeros(len(x), classes)
         votes.scatter_add_(1, train_labels[nearest.indices], weights)
@@ -320,35 +324,40 @@ def sample_motion(element: str, part: int, images: int, grid: int) -> Geometry:
 
 
 def share_found(moved_maps: Tensor, maps_of_moved: Tensor) -> float:
-    """The share of the tokens of rho_h f(x) whose most similar token, among all of f(rho_h x),
-    is that of the same image and place. Both are (B, D, H, W)."""
-    z = moved_maps.movedim(1, -1).flatten(0, 2)                                   # (B N, D)
+    """The share of the tokens of rho_h f(x) whose most similar token, among all of
+    f(rho_h x), is that of the same image and place. Both are (B, D, H, W)."""
+    z = moved_maps.movedim(1, -1).flatten(0, 2)                               # (B N, D)
     z_prime = maps_of_moved.movedim(1, -1).flatten(0, 2)
-    nearest = (F.normalize(z) @ F.normalize(z_prime).T).argmax(1)
+    similarities = F.normalize(z) @ F.normalize(z_prime).T                    # (B N, B N)
+    nearest = similarities.argmax(1)
     right = nearest.cpu() == torch.arange(len(z))
     return right.float().mean().item()
 
 
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """How often a token of a moved image finds its counterpart, for any f1 that takes images
-    (B, 3, h, w) to maps (B, D, h / patch, w / patch). In each part of 32 images x, a token of
-    rho_h f1(x) looks for the most similar one in all of f1(rho_h x). Returns the share that finds
-    that of the same image and place, which is 1 / (32 H W) by chance. images: (n, 3, S, S), as f1
-    takes them; element: what h is of, "rot90", "hflip" or "scale"."""
+    """How often a token of a moved image finds its counterpart, for any f1 that takes
+    images (B, 3, h, w) to maps (B, D, h / patch, w / patch). In each part of 32 images x, a
+    token of rho_h f1(x) looks for the most similar one in all of f1(rho_h x). Returns the
+    share that finds that of the same image and place, which is 1 / (32 H W) by chance.
+    images: (n, 3, S, S), as f1 takes them; element: what h is of, "rot90", "hflip" or
+    "scale"."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         h = sample_motion(element, part, len(x), images.shape[-1] // patch)
-        total += len(x) * share_found(rho(h, f1(x)), f1(rho(h, x, patch)))
+        moved_maps = rho(h, f1(x))
+        maps_of_moved = f1(rho(h, x, patch))
+        total += len(x) * share_found(moved_maps, maps_of_moved)
     return total / len(images)
 
 
 @torch.no_grad()
-def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int], element: str) -> dict:
-    """layer -> how token maps f(x) after that block move under one element of G: "retrieval" as
-    above, and A.2's "cosine", the mean over tokens of cos(rho_g f(x), f(rho_g x)) with g sampled
-    as in training. Maps of the last block, A.2's "final representation", are under the final
-    LayerNorm (Choice). images: (n, 3, S, S) uint8."""
+def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
+                  element: str) -> dict:
+    """layer -> how token maps f(x) after that block move under one element of G:
+    "retrieval" as above, and A.2's "cosine", the mean over tokens of cos(rho_g f(x),
+    f(rho_g x)) with g sampled as in training. Choice: maps of the last block, A.2's "final
+    representation", are under the final LayerNorm. images: (n, 3, S, S) uint8."""
     def encode_maps(x: Tensor) -> dict[int, Tensor]:
         maps = encoder(x, layers).maps
         if encoder.depth in maps:
@@ -359,17 +368,21 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int], element: 
     sums = {layer: torch.zeros(2) for layer in layers}
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels / 255)
-        g1, g2 = [ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, view))
-                  for view in (1, 2)]
-        g = ser.relative(g2, g1)     # for some images the identity, which every map passes
+        g1 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 1))
+        g2 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 2))
+        g = ser.relative(g2, g1)
+        # The identity, which g is for some images, would be found by any map, so h moves all.
         h = sample_motion(element, part, len(x), encoder.grid)
+
         f_x = encode_maps(x)
         f_gx = encode_maps(rho(g, x, encoder.patch_size))
         f_hx = encode_maps(rho(h, x, encoder.patch_size))
+
         for layer in layers:
             cosine = F.cosine_similarity(rho(g, f_x[layer]), f_gx[layer]).mean()
             share = share_found(rho(h, f_x[layer]), f_hx[layer])
             sums[layer] += torch.tensor([cosine, share]) * len(x) / len(images)
+
     names = (f"{element} cosine", f"{element} retrieval")
     return {layer: dict(zip(names, values.tolist())) for layer, values in sums.items()}
 
@@ -378,7 +391,7 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int], element: 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
     """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
     place = {"encoder": "trained", "set": name, "classes": classes, "block": block}
-    return [place | {"measure": measure, "value": value} for measure, value in values.items()]
+    return [place | {"measure": key, "value": value} for key, value in values.items()]
 
 
 def results_path(args: Namespace, name: str) -> Path:
@@ -392,12 +405,14 @@ def results_path(args: Namespace, name: str) -> Path:
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           **common: object) -> list[dict]:
-    """Add rows to a file of results and return them, with the settings of the evaluation and the
-    fingerprint of the weights, whose training settings stand beside in "checkpoints". A row takes
-    the place, at the end, of one that differs from it in its value alone."""
+    """Add rows to a file of results and return them, with the settings of the evaluation and
+    the fingerprint of the weights, whose training settings stand beside in "checkpoints". A
+    row takes the place, at the end, of one that differs from it in its value alone."""
+    file = {"checkpoints": {}, "rows": []}
+    if path.exists():
+        file = json.loads(path.read_text())
     common = {"weights": checkpoint.weights, "settings": vars(args)} | common
-    rows = json.loads(json.dumps([common | row for row in rows]))     # as they are read again
-    file = json.loads(path.read_text()) if path.exists() else {"checkpoints": {}, "rows": []}
+    rows = json.loads(json.dumps([common | row for row in rows]))     # as they will be read
 
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     file["checkpoints"][checkpoint.weights] = training
@@ -425,7 +440,7 @@ def print_table(rows: Sequence[dict]) -> None:
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ================================
 def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
               log: Path) -> tuple[nn.Module, float]:
-    """The head that is best on val, and its rate. Heads are trained on random crops or, with
+    """The head that is best on val, and its rate. Heads train on random crops or, with
     --cache and on synthetic images, on `train`, the features and labels of centre crops."""
     x, y = train
     width = val[0].shape[1]
@@ -445,8 +460,8 @@ def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespac
 
 def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim: int,
            kind: str) -> dict[str, float]:
-    """Accuracies of a set, features and labels, among some classes. 20-NN reads the features of
-    the last block, which are the last `dim`."""
+    """Accuracies of a set, features and labels, among some classes. 20-NN reads the last
+    `dim` features, which are those of the last block."""
     x, y = test
     values = {}
     if head is not None:
@@ -457,15 +472,18 @@ def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim
     return values
 
 
-def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
+def probe(encoder: ViT, sets: Sets, args: Namespace,
+          log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
-    # Features. Heads read the last four blocks that have a [CLS] (Paper: 4.1), 20-NN the last.
+    # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
     cached = args.cache or sets.crops is None
     x, y = extract(encoder, sets.train, blocks if cached else 1, args)
     if x.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
         x = x.half()
-    tests = {name: extract(encoder, data, blocks, args) for name, data in sets.tests.items()}
+    tests = {}
+    for name, data in sets.tests.items():
+        tests[name] = extract(encoder, data, blocks, args)
 
     # The best head.
     head = None
@@ -475,7 +493,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
         kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(sets.classes), "blocks": blocks, "lr": lr}
 
-    # Scores. Choice: among all classes and, as ImageNet-R's authors do, among those of the set.
+    # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []
     kind = "mlp" if args.mlp else "linear"
     for name, test in tests.items():
@@ -497,7 +515,8 @@ def evaluate(args: Namespace) -> list[dict]:
     sets = load_sets(args, run.image_size)
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
-        encoders = {"untrained": ser.seeded_encoder(run).eval(), "trained": checkpoint.encoder}
+        untrained = ser.seeded_encoder(run).eval()
+        encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
     # Equivariance is that of up to 512 images of val.
     val = sets.tests["val"]

@@ -1,0 +1,120 @@
+"""Does L_equiv reach the weights? The authors' code and ours, on the same images, on a CPU.
+
+    git clone https://github.com/aitrics-chris/SER release && git -C release checkout dbe5e93
+    python -m paper.experiments.release --release release
+
+The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
+one process with gloo. Three things around them are replaced. Their `device=rank` and `.cuda()`
+become the CPU. The package kornia, which only jitters colours, is an empty stand-in, and no image
+is jittered. There is no DistributedDataParallel, as one process needs none.
+"""
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
+from typing import NamedTuple
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import ser
+
+
+class OnCPU(TorchFunctionMode):
+    """Within it, a device that is a number is the CPU, and `.cuda()` does nothing."""
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cuda:
+            return args[0]
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("device"), int):
+            kwargs = kwargs | {"device": "cpu"}
+        return function(*args, **kwargs)
+
+
+class Trained(NamedTuple):
+    """A model with gradients, and two parts of it."""
+    model: nn.Module
+    encoder: nn.Module
+    projector: nn.Module
+
+
+def theirs(folder: str, b1: Tensor, b2: Tensor, weight: float) -> Trained:
+    """The release's model, with the settings of run_pretrain.sh but for the weight."""
+    sys.path.insert(0, folder)
+    for name in ("kornia", "kornia.augmentation", "kornia.augmentation.container"):
+        sys.modules.setdefault(name, MagicMock())
+    from builder import moco, utils
+    from vision_transformer import vit_small
+
+    args = Namespace(arch="vit_small", equiv_mode="erl_inv", equiv_layer=3, stride=16,
+                     equiv_scale=(0.7, 1.3), equiv_aspect_ratio=(3 / 4, 4 / 3),
+                     equiv_lambda=weight, temperature_equiv=0.5)
+    torch.manual_seed(0)
+    with redirect_stdout(sys.stderr):     # it prints a line when it is made
+        model = moco.MoCo_ViT(args, vit_small, 256, 4096, 0.2)
+    moves = utils.Aug_equi(0, args)
+    with OnCPU():
+        loss, _, _ = model.equiv(b1, b1.flip(3), b2, b2, moves, 0.99, weight)
+        loss.backward()
+
+    model.head = model.base_encoder.head     # MoCo-v3's, which is no part of the encoder
+    del model.base_encoder.head
+    return Trained(model, model.base_encoder, model.projector_equiv)
+
+
+def ours(b1: Tensor, b2: Tensor, weight: float) -> Trained:
+    """Our model, with the defaults of ser.py but for the weight."""
+    model = ser.build(ser.parse(["--data=none", f"--weight={weight}"]))
+    generator = torch.Generator().manual_seed(0)
+    views = []
+    for images in (b1, b1.flip(3)):
+        g = ser.sample_geometry(len(b2), generator=generator)
+        views.append(ser.View(images, ser.rho(g, b2, 16), g, augmentation=None))
+    model(views)["loss"].backward()
+    return Trained(model, model.base.encoder, model.projectors)
+
+
+def norm(module: nn.Module) -> str:
+    """The norm of the gradient of all parameters."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return f"{nn.utils.get_total_norm(gradients):.5g}" if gradients else "none"
+
+
+def same_bits(model: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have equal gradients, or none, for each parameter."""
+    pairs = zip(model.parameters(), other.parameters())
+    return all(p.grad is q.grad or torch.equal(p.grad, q.grad) for p, q in pairs)
+
+
+def report(name: str, zero: Trained, large: Trained) -> None:
+    """Print the line of two models, by lambda = 0 and 10,000."""
+    parts = (zero.encoder, large.encoder, zero.projector, large.projector)
+    norms = "".join(f"{norm(part):>12}" for part in parts)
+    print(f"{name:10}{norms}{same_bits(zero.model, large.model)!s:>12}", flush=True)
+
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line."""
+    parser = ArgumentParser()
+    parser.add_argument("--release", required=True, help="clone of their code at dbe5e93")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the norms for the release and for this repository."""
+    folder = settings(argv).release
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    images, _ = ser.synthetic_images(8, 224, seed=0)
+    b1, b2 = ser.normalise(images / 255).chunk(2)
+
+    print("gradient       encoder     encoder   projector   projector   all equal")
+    print("lambda               0      10,000           0      10,000  to the bit")
+    report("release", theirs(folder, b1, b2, 0), theirs(folder, b1, b2, 10_000))
+    report("ours", ours(b1, b2, 0), ours(b1, b2, 10_000))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
