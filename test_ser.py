@@ -1644,7 +1644,8 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     modules = nn.ModuleList([names["vit"], names["project"]])
     modules.zero_grad()     # README's own step
     images = torch.rand(2, 3, 64, 96, generator=seeded())
-    names["equivariance_loss"](names["f1"], names["project"], images, 16, seeded()).backward()
+    loss = names["equivariance_loss"](names["f1"], names["project"], images, images, 16, seeded())
+    loss.backward()
     reached = [p.grad.ne(0).any() for p in modules.parameters() if p.grad is not None]
     assert len(reached) > 30 and all(reached)     # three blocks of twelve tensors, and more
 

@@ -2,10 +2,10 @@
 
     python -m paper.experiments.pasted --data imagenette2-160 --out runs/pasted --weight 0.1
 
-The images of L_equiv are the first 16 of each batch, whole; unlike in ser.py, these views do not
-enter the other loss. Sizes, crops, rate and schedule are imagenette.py's. A stopped command goes on
-from its last epoch; torchrun shares it. OUT/row.json gets accuracies (linear: of three heads, their
-mean) and retrieval of turns.
+L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
+ser.py, these views do not enter the other loss. Sizes, crops, rate and schedule are imagenette.py's.
+A stopped command goes on from its last epoch; torchrun shares it. OUT/row.json gets accuracies
+(linear: of three heads, their mean) and retrieval of turns.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -26,25 +26,28 @@ from ser import patch_ntxent, projector, relative, rho, sample_geometry
 
 SCHEDULE = dict(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
 # Choice: SimCLR's jitter at half strength and no blur, as SimCLR has them for small images.
-CROP = v2.Compose([v2.RandomResizedCrop(64, (0.2, 1.0)), v2.RandomHorizontalFlip(),
-                   v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
-                   v2.RandomGrayscale(0.2), v2.PILToTensor()])
-WHOLE = v2.Compose([v2.Resize(64), v2.CenterCrop(64), v2.PILToTensor()])
+JITTER = [v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8), v2.RandomGrayscale(0.2),
+          v2.PILToTensor()]
+CROP = v2.Compose([v2.RandomResizedCrop(64, (0.2, 1.0)), v2.RandomHorizontalFlip(), *JITTER])
+RESIZE = v2.Compose([v2.Resize(64), v2.CenterCrop(64)])
 
 
-def three_views(image: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Two views for SimCLR and the whole image for L_equiv, (3, 64, 64) uint8 each."""
-    return CROP(image), CROP(image), WHOLE(image)
+def four_views(image: object) -> tuple[Tensor, ...]:
+    """Two views for SimCLR, and two of the whole image for L_equiv, (3, 64, 64) uint8 each."""
+    whole = RESIZE(image)
+    jitter = v2.Compose(JITTER)
+    return CROP(image), CROP(image), jitter(whole), jitter(whole)
 
 
-def equivariance_loss(f1, project, images, patch, shared):
-    """images: (B, 3, h, w), resized, without random crops. f1 takes images of any size to maps
-    (B, D, h / patch, w / patch). shared: a torch.Generator with the same seed on all GPUs."""
-    side = min(images.shape[2:]) // patch
-    g1 = sample_geometry(len(images), side, generator=shared)
-    g2 = sample_geometry(len(images), side, generator=shared)
-    h1 = f1(rho(g1, images, patch))
-    h2 = f1(rho(g2, images, patch))
+def equivariance_loss(f1, project, images1, images2, patch, shared):
+    """images1 and images2: (B, 3, h, w), the same images, resized, not cropped, each with a colour
+    jitter of its own. f1 takes images of any size to maps (B, D, h / patch, w / patch).
+    shared: a torch.Generator with the same seed on all GPUs."""
+    side = min(images1.shape[2:]) // patch
+    g1 = sample_geometry(len(images1), side, generator=shared)
+    g2 = sample_geometry(len(images1), side, generator=shared)
+    h1 = f1(rho(g1, images1, patch))
+    h2 = f1(rho(g2, images2, patch))
     aligned = rho(relative(g2, g1), h1)     # map 1 moved onto map 2
     z = project(aligned.flatten(2).mT)
     z_prime = project(h2.flatten(2).mT)
@@ -68,12 +71,13 @@ class Model(nn.Module):
         x = self.vit.blocks[:2](x.flatten(1, 2) + places)
         return x.mT.unflatten(2, grid)
 
-    def forward(self, x1: Tensor, x2: Tensor, images: Tensor, shared: torch.Generator) -> tuple:
-        """SimCLR's loss of the views x1 and x2, and L_equiv of `images`."""
+    def forward(self, x1: Tensor, x2: Tensor, images1: Tensor, images2: Tensor,
+                shared: torch.Generator) -> tuple[Tensor, Tensor]:
+        """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, temperature=0.2) + ser.info_nce(z2, z1, temperature=0.2)
-        return inv, equivariance_loss(self.f1, self.project, images, 8, shared)
+        return inv, equivariance_loss(self.f1, self.project, images1, images2, 8, shared)
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -97,7 +101,7 @@ def train(args: Namespace) -> Model:
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
-    data = ImageFolder(Path(args.data, "train"), three_views)
+    data = ImageFolder(Path(args.data, "train"), four_views)
     sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed)
     loader = DataLoader(data, args.batch_size // ranks, sampler=sampler, drop_last=True,
                         num_workers=args.workers)
@@ -110,10 +114,11 @@ def train(args: Namespace) -> Model:
         shared = torch.Generator().manual_seed(1000 * args.seed + epoch)
         torch.manual_seed(1000 * shared.initial_seed() + rank)     # the workers' crops follow it
         for step, (views, _) in enumerate(loader):
-            x1, x2, images = [ser.normalise(view.to(device) / 255) for view in views]
+            x1, x2, *whole = [ser.normalise(view.to(device) / 255) for view in views]
+            images1, images2 = [view[:16 // ranks] for view in whole]
             ser.set_learning_rate(optimizer, args, epoch + step / len(loader))
             with torch.autocast(device.type, torch.bfloat16):
-                inv, equiv = parallel(x1, x2, images[:16 // ranks], shared)
+                inv, equiv = parallel(x1, x2, images1, images2, shared)
             optimizer.zero_grad()
             (inv + args.weight * equiv).backward()
             optimizer.step()
@@ -137,7 +142,7 @@ def evaluate(model: Model, args: Namespace) -> dict:
         for found in eval_linear.evaluate(eval_linear.parse([*words, seed])):
             row[found["measure"]] = row.get(found["measure"], 0) + found["value"] / 3
 
-    val = ImageFolder(Path(args.data, "val"), WHOLE)
+    val = ImageFolder(Path(args.data, "val"), v2.Compose([RESIZE, v2.PILToTensor()]))
     images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
     found = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
     return row | {"rot90 retrieval": found}

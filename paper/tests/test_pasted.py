@@ -39,6 +39,11 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
 def test_the_loss_is_the_one_that_readme_prints():
     readme = Path(ser.__file__).with_name("README.md").read_text()
     assert inspect.getsource(pasted.equivariance_loss) in readme
+    images = [torch.rand(2, 3, 16, 16, requires_grad=True) for _ in range(2)]
+    project = ser.projector(4)
+    shared = torch.Generator().manual_seed(0)
+    pasted.equivariance_loss(torch.nn.Conv2d(3, 4, 4, 4), project, *images, 4, shared).backward()
+    assert images[0].grad.ne(0).any() and images[1].grad.ne(0).any()
 
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     model = pasted.Model()
