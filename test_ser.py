@@ -1537,13 +1537,25 @@ def test_head_and_rows_of_both_encoders_name_the_checkpoint(synthetic):
     assert made_by[weights]["settings"]["cls_layer"] == 2
 
 
-def test_the_table_has_the_untrained_encoder_first(capsys):
-    row = dict(measure="cosine", block=3, classes=None)
-    rows = [row | dict(encoder="trained", value=2.0), row | dict(encoder="untrained", value=1.0)]
+def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
+    """Its layout, filled with the numbers that stand in it."""
+    text = (HERE / "README.md").read_text()
+    begin, *table, end = re.search(r"```\n(4,096.*?)\n```", text, re.S)[1].splitlines()
+    settings = vars(ser.parse([])) | {"images": 4096, "ranks": 1}
+    ser.announce(io.StringIO(), settings, 0, 192)
+    assert capsys.readouterr().out.splitlines() == [begin]
+    assert end == "results are in runs/ser/eval.json"
+
+    values = {line[:48].strip(): line[48:].split() for line in table}
+    rows = [row | {"block": 3} for row in synthetic[0]["rows"]]
+    for row in rows:
+        title = f"{row['measure']} after block 3"
+        if row["classes"]:
+            title = f"val, 6 classes: {row['measure']}"
+        untrained, trained = values[title]
+        row["value"] = float(trained if row["encoder"] == "trained" else untrained)
     eval_linear.print_table(rows)
-    title, line = capsys.readouterr().out.splitlines()
-    assert title.split() == ["untrained", "trained"]
-    assert line.split() == ["cosine", "after", "block", "3", "1", "2"]
+    assert capsys.readouterr().out.splitlines() == table
 
 
 @parametrize("flags, accuracies, blocks", [
