@@ -24,6 +24,13 @@ def model_of(folder, drop_path=0.0):
     return Classifier(encoder, 6, drop_path)
 
 
+def test_the_recipe_is_plain_and_has_mae_s_rates():
+    recipe = dict(epochs=50, warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05,
+                  layer_decay=0.75, drop_path=0.1, label_smoothing=0.1)
+    found = vars(settings(["--data", "D", "--checkpoint", "C"]))
+    assert recipe.items() <= found.items()
+
+
 def test_rates_and_decays_are_those_of_a_list_made_by_hand(tmp_path):
     """.75 ** (number of layers above), and only matrices decay; a group for each pair of both."""
     model = model_of(tmp_path)

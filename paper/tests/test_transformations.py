@@ -53,6 +53,19 @@ def test_a_pair_tells_what_one_image_does_not():
     assert probe(train, test, [0, 4], 0) > 95
 
 
+def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
+    rates = []
+    step = torch.optim.Adam.step
+
+    def counted(self):
+        rates.append(self.param_groups[0]["lr"])
+        step(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", counted)
+    probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 0)     # 200 pairs are one batch
+    assert rates == [1e-3] * 10
+
+
 def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(tmp_path, monkeypatch):
     wanted = []
     for split, n in (("train", 16), ("val", 8)):
