@@ -185,6 +185,7 @@ def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator
         if step == start or place == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
         batch = order[place * size:][:size]
+
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
         keys = [(epoch, index, False) for index in b1]
@@ -401,6 +402,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         # speed. torchvision samples one for each image, the release one for each GPU and
         # part.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
+
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
 
         b2 = g = None
@@ -413,6 +415,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             g = Geometry(g.flip[own], g.turns[own], g.grid)
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.rows(slice(B1, None)), order)
+
         views.append(View(b1, b2, g, aug, order))
     return views
 
@@ -436,6 +439,7 @@ class Block(nn.Module):
         qkv = self.attn["qkv"](self.norm1(x))                   # (B, N, 3 D)
         qkv = qkv.unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # (B, heads, N, D / heads)
+
         attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
 
@@ -461,6 +465,7 @@ class ViT(nn.Module):
         self.dim = dim
         self.depth = depth
         self.cls_layer = cls_layer
+
         self.patch_embed = nn.ModuleDict({
             "proj": nn.Conv2d(3, dim, patch_size, patch_size)})
         self.pos_embed = nn.Parameter(torch.empty(1, dim, self.grid, self.grid))
@@ -629,6 +634,7 @@ class MoCoV3(nn.Module):
         super().__init__()
         self.temperature = temperature
         self.momentum = momentum
+
         self.encoder = encoder
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
         self.predictor = mlp(out_dim, hidden, out_dim)
@@ -682,6 +688,7 @@ class SER(nn.Module):
         self.layers = sorted(set(layers))
         self.weight = weight
         self.temperature = temperature
+
         self.projectors = nn.ModuleDict()
         for layer in self.layers:
             self.projectors[str(layer)] = projector(base.encoder.dim)
@@ -784,6 +791,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     parser = parser or arguments()
     not_given = dict.fromkeys(small)     # name -> None
     args = parser.parse_args(argv, Namespace(**not_given))
+
     synthetic = not args.data
     for name in small:
         if getattr(args, name) is None:
@@ -868,6 +876,7 @@ def restore_encoder(state: dict[str, Any]) -> ViT:
     """The encoder of what `load` returned, in eval mode."""
     with torch.random.fork_rng(devices=[]):     # not to seed the caller
         encoder = seeded_encoder(Namespace(**state["settings"]))
+
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
@@ -885,6 +894,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
             differ.append(f"{name} {old} (now {new})")
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
@@ -981,6 +991,7 @@ def list_images(folder: str) -> tuple[list[str], str]:
     folder, and a checksum of their names there. Hidden files are left out."""
     train = os.path.join(folder, "train")
     root = train if os.path.isdir(train) else folder
+
     files = sorted(glob.glob("**", root_dir=root, recursive=True))     # also behind links
     endings = (".jpg", ".jpeg", ".png", ".webp")
     images = [name for name in files if name.lower().endswith(endings)]
@@ -1012,9 +1023,11 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     Light from above and a smooth random tint make each place of an image distinct."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
+
     axis = torch.linspace(-1, 1, size)
     x = axis + left - 0.5
     y = axis[:, None] + top - 0.5
+
     angle = 2 * math.pi * direction
     u = (7 + 7 * scale) * (x * angle.cos() + y * angle.sin())
     v = (7 + 7 * scale) * (y * angle.cos() - x * angle.sin())
@@ -1033,6 +1046,7 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     tint = torch.randn(n, 3, 7, 7, generator=generator)
     tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
     tint = F.interpolate(tint, (size, size), mode="bicubic")
+
     noise = torch.randn(n, 3, size, size, generator=generator)
     images = light[:, None] + 0.1 * tint + 0.08 * noise
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
@@ -1068,6 +1082,7 @@ def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
+
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     if ranks_and_rank()[1] == 0:
@@ -1088,6 +1103,7 @@ def record(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
+
     if ranks > 1:
         dist.all_reduce(values)
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
