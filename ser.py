@@ -19,9 +19,9 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method, in the order of the paper's Algorithm 1. `Paper:` marks what
-the paper prescribes, `Choice:` what it leaves open. The release is the authors' code,
-dbe5e93.
+Sections 1 to 6 are the method, and SER.forward is the paper's Algorithm 1. `Paper:` marks
+what the paper prescribes, `Choice:` what it leaves open and, once, where we leave the paper.
+The release is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -59,20 +59,15 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==========================
 # Sections 1 and 4 can be copied into other code. They need math, torch, torch.nn as nn,
-# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. Given two
-# maps of b2, h1 = f1(x1) and h2 = f1(x2), and project = projector(D) of section 4, this
-# is L_equiv:
-#     aligned = rho(relative(g2, g1), h1)
-#     z = project(aligned.flatten(2).mT)
-#     z_prime = project(h2.flatten(2).mT)
-#     loss = patch_ntxent(z, z_prime)
+# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. README has a
+# function that calls them, and so has SER.equivariance in section 6.
 ELEMENTS = ("rot90", "hflip", "scale")
 
 
 class Geometry(NamedTuple):
     """An element of G for each image: a flip, then quarter turns, then a scaling."""
-    flip: torch.Tensor       # (B,) bool, horizontal flip; on the CPU, as turns
-    turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
+    flip: torch.Tensor       # (B,) bool, horizontal flip; on the CPU
+    turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns; on the CPU
     grid: tuple[int, int]    # (H, W) of the scaled maps. Choice: one for all of a view
 
 
@@ -87,8 +82,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
 
-    # Choice: the paper's range [0.7, 1.3] of 4.1 bounds the area, and the release's [3/4,
-    # 4/3] the aspect ratio W / H.
+    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the area.
+    # The aspect ratio W / H has the release's range, [3/4, 4/3].
     area = 0.7 + 0.6 * u                    # uniform
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -110,8 +105,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     flips. A mirror image turns the other way round, M Q = Q^-1 M, hence
         Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),
     where s = -1 if m1 != m2, else 1.
-    Scaling needs no inverse. Turns and flips commute with resizing (odd turns swap H and
-    W), so x1, resized once more to the grid of g2, is x2 up to resampling."""
+    The scaling of g1 need not be undone. rho_g turns and flips x1, then resizes it to the
+    grid of g2. As turns and flips commute with resizing (odd turns exchange H and W), the
+    result is the image, moved by g2 alone, but resampled twice."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -122,7 +118,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), uint8 or any float. Crops and rho share it (3.2)."""
     if x.shape[-2:] == size:
         return x
-    half = x.dtype in (torch.float16, torch.bfloat16)     # which CPUs cannot resize
+    half = x.dtype in (torch.float16, torch.bfloat16)     # CPUs cannot resize these
     resized = F.interpolate(x.float() if half else x, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -130,8 +126,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) =
     g.grid. cell = 1 moves token maps, cell = patch_size moves pixels. Flips and turns
-    permute, bit for bit; only a change of size resamples. Raises ValueError if the number
-    of images is not that of g."""
+    permute, bit for bit; only a change of size resamples. Turns count modulo 4. Raises
+    ValueError if the number of images is not that of g."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
@@ -139,20 +135,20 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
-            chosen = (g.flip == flip) & (g.turns % 4 == turns)     # (B,), of this element
-            rows = chosen.nonzero().flatten().to(x.device, non_blocking=True)
-            if len(rows) > 0:
-                part = x[rows].flip(-1) if flip else x[rows]
+            has_both = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
+            chosen = has_both.nonzero().flatten().to(x.device, non_blocking=True)
+            if len(chosen) > 0:
+                part = x[chosen].flip(-1) if flip else x[chosen]
                 part = torch.rot90(part, turns, (-2, -1))
-                moved[rows] = resize(part, size)
+                moved[chosen] = resize(part, size)
     return moved
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ====================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and
-# the rest are b2. Each rank takes its part of both. Random numbers depend on the image
-# and the epoch, or on the step, but not on the process that samples them, so a run can be
-# repeated and continued.
+# the rest are b2. Each rank takes its part of both. What is sampled for an image depends
+# on the image and the epoch, and what is sampled for a batch on the step. Neither depends
+# on the process that samples, so a run can be repeated and continued.
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank), which is (1, 0) in a single process."""
     if dist.is_initialized():
@@ -172,19 +168,20 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
-def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator[list]:
-    """Yield this rank's batches from step `start` on: keys (epoch, index, in_b2) of its
-    part of b1, then of b2. The last, incomplete batch of an epoch is dropped."""
+def batch_keys(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
+    """Yield this rank's batches of the steps from `start` to before `end`: keys (epoch,
+    index, in_b2) of its part of b1, then of b2. The last, incomplete batch of an epoch is
+    dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
     steps_per_epoch = images // size
 
-    for step in range(start, steps):
+    for step in range(start, end):
         epoch, place = divmod(step, steps_per_epoch)
         if step == start or place == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
-        batch = order[place * size:][:size]
+        batch = order[place * size:(place + 1) * size]
 
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
@@ -192,20 +189,20 @@ def batch_keys(images: int, args: Namespace, start: int, steps: int) -> Iterator
         yield keys + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's, and T_eq has other rows for crop and flip. The loader does
-# what needs the image file, the device does the rest.
+# The views. T is MoCo-v3's. T_eq has rho_g in place of crop and flip, and jitters as T
+# does. The loader does what needs the image file. The device does the rest, for a whole
+# batch at once, where torchvision would jitter one image after the other.
 #
-#   T               probability    range                        T_eq has instead
-#                   in views 1, 2
-#   random crop     1              .08 to 1 of the area,        the whole image, as a square
-#                                  aspect ratio 3/4 to 4/3
-#   flip            .5             horizontal                   rho_g: turns, flip, scaling
-#                                                               (on the device)
-#   colour jitter   .8             brightness, contrast .4,     the same, on the device
-#                                  saturation .2, hue .1
-#   grayscale       .2                                          the same, on the device
-#   blur            1, .1          sigma .1 to 2 pixels         the same, on the device
-#   solarization    0, .2          from 128 of 255 on           the same, on the device
+#   T               made by    probability    range                       T_eq has
+#                              in views 1, 2
+#   random crop     loader     1              .08 to 1 of the area,       the whole image,
+#                                             aspect ratio 3/4 to 4/3     as a square
+#   flip            loader     .5             horizontal                  rho_g, by the device
+#   colour jitter   device     .8             brightness, contrast .4,    the same
+#                                             saturation .2, hue .1
+#   grayscale       device     .2                                         the same
+#   blur            device     1, .1          sigma .1 to 2 pixels        the same
+#   solarization    device     0, .2          from 128 of 255 on          the same
 class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
     size: int                       # side of the view, pixels
@@ -337,11 +334,12 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each channel of each image, (3 B, 2 radius + 1).
+    # A Gaussian for each channel of each image, (3 B, 2 radius + 1). Its values are
+    # exponentials, which softmax divides by their sum.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
     kernel = kernel.repeat_interleave(3, dim=0)
 
-    # A convolution with a group for each of them, along rows, then columns.
+    # A convolution with a group for each of them, down the columns, then along the rows.
     x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
     x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
     x = F.conv2d(x, kernel[:, None, None, :], groups=3 * B)
@@ -364,8 +362,8 @@ def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
         return getattr(aug, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
     names = list(JITTER)
-    for number in order.tolist():
-        name = names[number]
+    for place in order.tolist():
+        name = names[place]
         x = JITTER[name](x, column(name))
 
     gray = rgb_to_grayscale(x, num_output_channels=3)
@@ -395,20 +393,21 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, rank = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for number, (pixels, aug) in enumerate(loaded):
+    for view, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice: one order of the jitter for all images of a view, on all ranks, for
         # speed. torchvision samples one for each image, the release one for each GPU and
         # part.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view))
 
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
-            # Every rank samples g for all ranks and keeps its rows, so all share a grid.
-            generator = rng(args.seed, "geometry", step, number)
+            # Every rank samples g for all ranks and keeps its own, so all share a grid, as
+            # patch_ntxent gathers maps of one size.
+            generator = rng(args.seed, "geometry", step, view)
             grid = pixels.shape[-1] // args.patch_size
             g = sample_geometry(ranks * B2, grid, args.group, generator)
             own = slice(rank * B2, (rank + 1) * B2)
@@ -422,7 +421,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D), with timm's parameter names."""
+    """A pre-norm transformer block on (B, N, D). Parameters have timm's names, so that
+    weights can go to timm and come from it."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -451,7 +451,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] under the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, where it is
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, if it is in
 
 
 class ViT(nn.Module):
@@ -469,13 +469,13 @@ class ViT(nn.Module):
         self.patch_embed = nn.ModuleDict({
             "proj": nn.Conv2d(3, dim, patch_size, patch_size)})
         self.pos_embed = nn.Parameter(torch.empty(1, dim, self.grid, self.grid))
-        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)     # as MoCo-v3
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
         # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch
-        # embedding. qkv holds three D x D matrices: the gain gives each the bound of its
-        # own, sqrt(6 / (2 D)).
+        # embedding. qkv holds three D x D matrices. With the gain, each is sampled as if it
+        # stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
@@ -517,8 +517,9 @@ class ViT(nn.Module):
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on
 # all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
-    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, 512 wide.
-    Choice: LayerNorm and no biases, as in the release (there, with an eps of 1e-6)."""
+    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512.
+    Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release
+    (whose eps is 1e-6)."""
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -592,17 +593,17 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) =====================================================
 # SER does not ask what the invariance loss is. A base method is a module with
-#     base.encoder         the online ViT, which SER runs
-#     base(views, cls)     L_inv, a scalar; cls holds the final [CLS] of each view, (B, D)
-#     base.update(p)       called by `train` before every step, with p = step / steps
+#     base.encoder             the online ViT, which SER runs
+#     base(views, cls)         L_inv, a scalar; cls holds the final [CLS] of each view, (B, D)
+#     base.update(progress)    called by `train` before every step, with step / steps
 def encode_view(encoder: ViT, view: View,
                 layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
     """The final [CLS] of a view, (B, D), b1 then b2, and layer -> map, of b2 alone."""
-    b1 = encoder(view.b1)
+    of_b1 = encoder(view.b1)
     if view.b2 is None:
-        return b1.cls, {}
-    b2 = encoder(view.b2, layers)     # a pass of its own, as its images have another size
-    return torch.cat([b1.cls, b2.cls]), b2.maps
+        return of_b1.cls, {}
+    of_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
+    return torch.cat([of_b1.cls, of_b2.cls]), of_b2.maps
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -666,8 +667,8 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
-# Where the release's two-view MoCo-v3 and DINO depart from the paper, we follow the
-# paper. The lines are of its builder/moco.py, but for the last one.
+# The release's two-view MoCo-v3 and DINO depart from the paper in the points below, where
+# we follow the paper. The numbers are lines of its builder/moco.py, but for the last one.
 #
 #     here, as in the paper              the release
 #     b2 is the whole image              both views are cut from one crop        42, 927
@@ -677,7 +678,8 @@ class MoCoV3(nn.Module):
 #     tokens are moved, then projected   projected, then moved                   502, 949
 #     negatives are of both views        of the other view alone                 973, 1010
 #     anchors are the tokens of x1       the tokens of x1 and of x2              956, 1067
-#     all tokens have gradient           none has, by a gather without one       956, 1067
+#     all tokens have gradient           the gather stops it, so that L_equiv
+#                                        trains no weight                        956, 1067
 #     maps are resized as crops are      bicubically, without antialiasing       utils.py:942
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
@@ -699,9 +701,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, x1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, x2, self.layers)
 
-        # Choice: b1 and b2 share a mean and all keys, as in the release. With the two
-        # means of Eq. 3 an image of b2 would weigh as much as 84 of b1, where a rank has
-        # 3 and 253.
+        # Choice: here we leave the paper. b1 and b2 share a mean and all keys, as in the
+        # release. By the two means of Eq. 3 an image of b2 would weigh as much as 84 of
+        # b1, where a rank has 3 and 253.
         inv = self.base(views, [cls1, cls2])
         if x1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -725,16 +727,16 @@ class SER(nn.Module):
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
-# ==== 7. Settings: the paper's main setting (3.3, 4.1, A.2) =============================
+# ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open =================
 def limited(name: str, convert: Callable, allowed: Callable) -> Callable:
     """A type of flags. argparse says "argument --ratio: invalid share value: '2'"."""
-    def read(text: str) -> float:
+    def read(text: str) -> float | int:
         value = convert(text)
         if not allowed(value):
             raise ValueError
         return value
 
-    read.__name__ = name
+    read.__name__ = name     # which argparse prints
     return read
 
 
@@ -760,7 +762,7 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
     add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=count, default=6, help="attention heads (MoCo-v3: 12)")
+    add("--heads", type=count, default=6, help="attention heads (MoCo-v3 has 12 in ViT-S)")
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -768,14 +770,14 @@ def arguments() -> ArgumentParser:
     add("--ratio", type=share, default=0.01, help="r, share of b2 in a batch; 0: no b2")
     add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
     add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
-    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="of G")
+    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="elements of G")
     add("--moco-hidden", type=count, default=4096, help="width of MoCo-v3's hidden layers")
     add("--crop-min", type=share, default=0.08, help="least share of the image in a crop")
     add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
     add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=positive, default=3e-4, help="for 256 images (the release's)")
-    add("--weight-decay", type=nonnegative, default=0.1, help="of AdamW, on all weights")
+    add("--base-lr", type=positive, default=3e-4, help="for 256 images (as the release)")
+    add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; without a GPU they are in float32")
@@ -789,7 +791,9 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    not_given = dict.fromkeys(small)     # name -> None
+    # argparse sets no default where the Namespace has a value, so that a flag that is not
+    # given stays None.
+    not_given = dict.fromkeys(small)
     args = parser.parse_args(argv, Namespace(**not_given))
 
     synthetic = not args.data
@@ -816,8 +820,9 @@ def setup() -> torch.device:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The untrained encoder. The seed is that of all modules that are made after it, too."""
-    torch.default_generator.manual_seed(args.seed)
+    """The untrained encoder of --seed. `build` makes the other modules after it, and so
+    from the same seed."""
+    torch.default_generator.manual_seed(args.seed)     # leaves a GPU's generator alone
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads,
                args.cls_layer)
 
@@ -907,19 +912,21 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
-    source, names = find_images(args)
+    source, name_checksum = find_images(args)
     check_settings(args, len(source), ranks)
     steps_per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
-    if device.type == "cuda" and ranks > 1:     # which CPUs do not have
+    if device.type == "cuda" and ranks > 1:     # CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
+
+    # What `resume` compares, so that a folder holds one run.
     method = f"{type(model).__name__} on {type(model.base).__name__}"
     settings = vars(args) | dict(
-        method=method, images=len(source), image_names=names, ranks=ranks)
+        method=method, images=len(source), image_names=name_checksum, ranks=ranks)
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
@@ -967,7 +974,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
             record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
-        if saves and rank == 0:
+        if saves and rank == 0:     # `encoder` is what evaluations read
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),
                  optimizer=optimizer.state_dict())
@@ -1019,8 +1026,9 @@ def read_image(path: str) -> Tensor:
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,).
-    Light from above and a smooth random tint make each place of an image distinct."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,),
+    which eval_linear.py predicts. Light from above and a smooth random tint make each place
+    of an image distinct."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
 
@@ -1078,7 +1086,8 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
 
 
 def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
-    """Log all settings; print the plan, and L_equiv where all embeddings are equal."""
+    """Log all settings. Print the plan, and what L_equiv is where all embeddings are equal
+    and g does not scale."""
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
