@@ -3,16 +3,22 @@
     python eval_linear.py                            runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1: linear heads on random crops, for hours, and 20-NN.
+The second line is the protocol of 4.1. It takes hours. These flags ask for other things:
 
-    --knn             20-NN without heads: minutes
-    --equivariance    no accuracy, but equivariance after every block, trained and untrained
-    --cache           heads on one centre crop of each image: minutes; with any of these
-    --mlp             MLP heads in place of linear heads; with any of these
+                      heads                   20-NN    equivariance        time
+    none of them      on random crops         yes      no                  hours
+    --cache           on one centre crop      yes      no                  minutes
+    --knn             no                      yes      no                  minutes
+    --equivariance    no                      no       after every block   minutes
+
+With several flags each result comes that one of them asks for. Heads are linear, or MLPs
+with --mlp, which asks for heads, too. With --equivariance and on synthetic images, an
+untrained encoder stands beside the trained one.
 
 eval.json collects the results of all evaluations, each with its settings and the weights
-that it is of, and eval.jsonl the epochs of heads. The best linear head is kept, under a name
-that other settings or weights do not have. A stopped evaluation begins anew.
+that it is of, and eval.jsonl the epochs of heads. The best linear head is kept in a file
+whose name depends on settings and weights, so that no other head replaces it. A stopped
+evaluation begins anew.
 """
 import copy
 import hashlib
@@ -91,8 +97,8 @@ def fingerprint(encoder: ViT) -> str:
 
 
 def load(args: Namespace) -> Checkpoint:
-    """Read --checkpoint, once for all ranks, as a run that goes on replaces it. Exits with
-    one sentence if --data does not suit it."""
+    """Read --checkpoint once, for all ranks. A run that goes on may replace the file at any
+    time. Exits with one sentence if --data does not suit it."""
     if args.data and not args.checkpoint:
         sys.exit("--data needs --checkpoint, the last.pt of a run")
     args.checkpoint = args.checkpoint or "runs/ser/last.pt"
@@ -113,9 +119,9 @@ def load(args: Namespace) -> Checkpoint:
 class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
-    train: Dataset                # one centre crop of each image
-    crops: Dataset | None         # random crops of them; None of synthetic images
-    tests: dict[str, Dataset]     # "val" first, then those of --test
+    centre_crops: Dataset             # of the training images
+    random_crops: Dataset | None      # of the same; None for synthetic images
+    tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
 
 
 def eval_transform(size: int) -> v2.Transform:
@@ -129,8 +135,8 @@ def eval_transform(size: int) -> v2.Transform:
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
     """The images root/CLASS/..., where a label is the place of CLASS among the training
-    classes, by default among the sorted folders. ImageNet-V2 has folders 0, 1, ... for the
-    places themselves: where no folder is called as a class, names are such numbers."""
+    classes, by default among the sorted folders. If no folder has the name of a class, as in
+    ImageNet-V2, the names of folders are the labels themselves."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -149,14 +155,14 @@ def class_folder(root: str | Path, transform: Callable | None,
 def load_sets(args: Namespace, size: int) -> Sets:
     """The images of --data, --val and --test; without --data, synthetic ones."""
     if not args.data:     # with seeds that ser.py does not use
-        train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
+        images = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
-        return Sets([str(label) for label in range(6)], train, None, {"val": val})
+        return Sets([str(label) for label in range(6)], images, None, {"val": val})
 
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
-    crops = class_folder(Path(args.data, "train"), random_crop)
+    random_crops = class_folder(Path(args.data, "train"), random_crop)
     centre = eval_transform(size)
-    train = class_folder(crops.root, centre)
+    centre_crops = class_folder(random_crops.root, centre)
 
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
@@ -166,8 +172,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
         folders[name] = folder
     tests = {}
     for name, folder in folders.items():
-        tests[name] = class_folder(folder, centre, crops.classes)
-    return Sets(crops.classes, train, crops, tests)
+        tests[name] = class_folder(folder, centre, random_crops.classes)
+    return Sets(random_crops.classes, centre_crops, random_crops, tests)
 
 
 class Seeded(Dataset):
@@ -186,11 +192,12 @@ class Seeded(Dataset):
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on
-    the encoder's device: (B, K), K = blocks * D. images: (B, 3, S, S) uint8."""
+    the encoder's device: (B, K), K = blocks * D. Here K is the width of features, and C
+    the number of classes. images: (B, 3, S, S) uint8."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: as in training
+    with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
         cls_at = encoder(x, last).cls_at
         tokens = [encoder.norm(cls_at[layer]) for layer in last]
     return torch.cat(tokens, dim=1).float()
@@ -209,7 +216,8 @@ def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace,
 
 def extract(encoder: ViT, data: Dataset, blocks: int,
             args: Namespace) -> tuple[Tensor, Tensor]:
-    """Features (n, K) and labels (n,) of a set, on every rank: the sum of their parts."""
+    """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills its own rows
+    and leaves zeros in the others, so that the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = own.split(max(1, args.batch_size // ranks))
@@ -227,7 +235,8 @@ def extract(encoder: ViT, data: Dataset, blocks: int,
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =================
 class Heads(nn.ModuleList):
-    """Linear heads or three-layer MLPs, all with the same first weights: (B, K) -> (B, C)."""
+    """Linear heads or three-layer MLPs, all with the same first weights. Each makes
+    logits (B, C) of features (B, K)."""
     def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
         layers = []
         if mlp:
@@ -290,8 +299,8 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, floa
     """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
     places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
     right = among[places] == labels[:, None]
-    share = 100 * right.float().mean(0)
-    return share[0].item(), share.sum().item()
+    share_at = 100 * right.float().mean(0)     # of labels that are at place 1, ..., 5
+    return share_at[0].item(), share_at.sum().item()
 
 
 # ==== 5. k-NN (paper 4.2) =================================================================
@@ -314,7 +323,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
 def sample_motion(element: str, part: int, images: int, grid: int) -> Geometry:
-    """An element of "rot90", "hflip" or "scale" alone that moves every image."""
+    """One element for each image, of "rot90", "hflip" or "scale" alone. It is not the identity,
+    which any map would follow, but for scalings that round to the grid itself."""
     h = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         h = h._replace(turns=1 + torch.arange(images) % 3)
@@ -371,7 +381,6 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
         g1 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 1))
         g2 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 2))
         g = ser.relative(g2, g1)
-        # The identity, which g is for some images, would be found by any map, so h moves all.
         h = sample_motion(element, part, len(x), encoder.grid)
 
         f_x = encode_maps(x)
@@ -406,8 +415,8 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           **common: object) -> list[dict]:
     """Add rows to a file of results and return them, with the settings of the evaluation and
-    the fingerprint of the weights, whose training settings stand beside in "checkpoints". A
-    row takes the place, at the end, of one that differs from it in its value alone."""
+    the fingerprint of the weights, whose training settings stand beside in "checkpoints". New
+    rows stand at the end. An older row that says the same, but for its value, leaves."""
     file = {"checkpoints": {}, "rows": []}
     if path.exists():
         file = json.loads(path.read_text())
@@ -416,9 +425,12 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
 
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     file["checkpoints"][checkpoint.weights] = training
-    made = [row | {"value": None} for row in rows]
-    kept = [row for row in file["rows"] if row | {"value": None} not in made]
-    file["rows"] = kept + rows
+    def without_value(row: dict) -> dict:
+        return row | {"value": None}
+
+    renewed = [without_value(row) for row in rows]
+    older = [row for row in file["rows"] if without_value(row) not in renewed]
+    file["rows"] = older + rows
     path.with_suffix(".tmp").write_text(json.dumps(file, indent=1))
     path.with_suffix(".tmp").replace(path)
     return rows
@@ -442,13 +454,14 @@ def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespac
               log: Path) -> tuple[nn.Module, float]:
     """The head that is best on val, and its rate. Heads train on random crops or, with
     --cache and on synthetic images, on `train`, the features and labels of centre crops."""
-    x, y = train
+    x, y = train     # of random crops, only their number is used
     width = val[0].shape[1]
 
+    # What train_heads asks for in every epoch.
     def epoch_batches(epoch: int, shares: list) -> Iterable:
-        if args.cache or sets.crops is None:
+        if args.cache or sets.random_crops is None:
             return ((x[share].float(), y[share]) for share in shares)
-        crops = Seeded(sets.crops, args.seed, epoch)
+        crops = Seeded(sets.random_crops, args.seed, epoch)
         return encode(encoder, crops, width // encoder.dim, args, shares)
 
     torch.manual_seed(args.seed)
@@ -477,8 +490,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
-    cached = args.cache or sets.crops is None
-    x, y = extract(encoder, sets.train, blocks if cached else 1, args)
+    cached = args.cache or sets.random_crops is None
+    x, y = extract(encoder, sets.centre_crops, blocks if cached else 1, args)
     if x.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
         x = x.half()
     tests = {}
@@ -518,19 +531,19 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    # Equivariance is that of up to 512 images of val.
+    # Equivariance of up to 512 images of val, after every block or after the last of f1.
     val = sets.tests["val"]
     spread = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     images = torch.stack([val[place][0] for place in spread.tolist()]).to(device)
     layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
 
     rows = []
+    heads = {}     # encoder -> what is kept of its best head
     for name, encoder in encoders.items():
         encoder.to(device)
         own = []
-        kept = {}
         if args.with_knn:
-            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         for element in ser.ELEMENTS if args.with_equivariance else ():
             for layer, values in equivariances(encoder, images, layers, element).items():
                 own += make_rows(values, "val", None, layer)
@@ -540,10 +553,10 @@ def evaluate(args: Namespace) -> list[dict]:
     if ser.ranks_and_rank()[1] > 0:
         return rows
     write(path, rows, args, checkpoint)
-    if kept and not args.mlp:     # of the last encoder, which is the trained one
+    if args.with_heads and not args.mlp:
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-        ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
+        ser.save(path.with_name(f"head-{name}.pt"), **heads["trained"], **made_by)
     print_table(rows)
     print(f"results are in {path}")
     return rows

@@ -102,7 +102,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     run = Namespace(**checkpoint.settings)
     layers = [layer for layer in args.layers if layer <= run.depth]
     sets = eval_linear.load_sets(args, run.image_size)
-    train = spread(sets.train, args.images)
+    train = spread(sets.centre_crops, args.images)
     test = spread(sets.tests["val"], args.images // 2)
 
     encoders = {"untrained": ser.seeded_encoder(run), "trained": checkpoint.encoder}

@@ -59,20 +59,25 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     torch.testing.assert_close(model.f1(images), expected[0])
     assert model.f1(images[..., :40]).shape == (2, 128, 8, 5)
 
-def test_readmes_table_is_what_the_rows_say():
-    """Means and standard deviations over seeds, of as many for each weight."""
+@pytest.mark.parametrize("readme, title, name, scale", [
+    ("README.md", "linear probe, top-1 %", "linear top-1 %", 1),
+    ("README.md", "20-NN, top-1 %", "20-NN top-1 %", 1),
+    ("README.md", "retrieval of turns, %", "rot90 retrieval", 100),
+    ("paper/README.md", "upright images, linear top-1 %", "linear top-1 %", 1),
+    ("paper/README.md", "turned images, linear top-1 %", "turned, linear top-1 %", 1),
+    ("paper/README.md", "A.2, turns predicted, %", "rotation %", 1),
+    ("paper/README.md", "A.2, flips predicted, %", "flip %", 1)])
+def test_tables_are_what_the_rows_say(readme, title, name, scale):
+    """Means and standard deviations over three seeds of each weight."""
     root = Path(ser.__file__).parent
     rows = json.loads((root / "paper/experiments/pasted.json").read_text())
-    readme = (root / "README.md").read_text()
-    header = next(line for line in readme.splitlines() if "weight of the pasted loss" in line)
+    text = (root / readme).read_text()
+    header = next(line for line in text.splitlines() if "weight of the pasted loss" in line)
     weights = [float(cell) for cell in header.strip("| ").split("|")[1:]]
     assert len(rows) == 3 * len(weights)
 
-    for title, name, scale in (("linear probe, top-1 %", "linear top-1 %", 1),
-                               ("20-NN, top-1 %", "20-NN top-1 %", 1),
-                               ("retrieval of turns, %", "rot90 retrieval", 100)):
-        cells = [title]
-        for weight in weights:
-            values = [scale * row[name] for row in rows if row["weight"] == weight]
-            cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
-        assert f"| {' | '.join(cells)} |" in readme
+    cells = [title]
+    for weight in weights:
+        values = [scale * row[name] for row in rows if row["weight"] == weight]
+        cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
+    assert f"| {' | '.join(cells)} |" in text
