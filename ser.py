@@ -309,55 +309,10 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of (B, 3, h, w) in [0, 1] by `shift` (B, 1, 1, 1) of a full circle.
-    Hue goes from 0 to 6; red is 0, green 2, blue 4. With value = max(r, g, b), chroma =
-    value - min(r, g, b) and k = (hue + 5 for red, 3 for green, 1 for blue) mod 6, a
-    channel is value - chroma * max(0, min(k, 4 - k, 1))."""
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    B, _, h, w = x.shape
-    widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
-    radius = min(widest, h - 1, w - 1)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each channel of each image, (3 B, 2 radius + 1). Its values are
-    # exponentials, which softmax divides by their sum.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-    kernel = kernel.repeat_interleave(3, dim=0)
-
-    # A convolution with a group for each of them, down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
-    x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=3 * B)
-    return x.view(B, 3, h, w)
-
-
-# torchvision's colour jitter, for images x in [0, 1] and factors f (B, 1, 1, 1). A factor
-# of 1, or a hue of 0, leaves an image as it is, bit for bit.
-JITTER = {
-    "brightness": lambda x, f: (f * x).clamp(0, 1),
-    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
-    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
-    "hue": shift_hue}
-
-
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the operations of JITTER."""
+    them. order: (4,), a permutation of the operations of JITTER. These are torchvision's,
+    written for a factor of each image, in section 9."""
     def column(name: str) -> Tensor:     # flags become 0 and 1
         return getattr(aug, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
@@ -1023,6 +978,52 @@ def read_image(path: str) -> Tensor:
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
                       "place, and the same command continues the run") from None
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of (B, 3, h, w) in [0, 1] by `shift` (B, 1, 1, 1) of a full circle.
+    Hue goes from 0 to 6; red is 0, green 2, blue 4. With value = max(r, g, b), chroma =
+    value - min(r, g, b) and k = (hue + 5 for red, 3 for green, 1 for blue) mod 6, a
+    channel is value - chroma * max(0, min(k, 4 - k, 1))."""
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
+    widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
+    radius = min(widest, h - 1, w - 1)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each channel of each image, (3 B, 2 radius + 1). Its values are
+    # exponentials, which softmax divides by their sum.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+    kernel = kernel.repeat_interleave(3, dim=0)
+
+    # A convolution with a group for each of them, down the columns, then along the rows.
+    x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
+    x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=3 * B)
+    return x.view(B, 3, h, w)
+
+
+# torchvision's colour jitter, for images x in [0, 1] and factors f (B, 1, 1, 1). A factor
+# of 1, or a hue of 0, leaves an image as it is, bit for bit.
+JITTER = {
+    "brightness": lambda x, f: (f * x).clamp(0, 1),
+    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
+    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
+    "hue": shift_hue}
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
