@@ -92,8 +92,10 @@ class Checkpoint(NamedTuple):
 
 def fingerprint(encoder: ViT) -> str:
     """A short text that tells the weights of one encoder from those of another."""
-    weights = [weight.cpu().numpy().tobytes() for weight in encoder.state_dict().values()]
-    return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for weight in encoder.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load(args: Namespace) -> Checkpoint:
@@ -241,7 +243,9 @@ class Heads(nn.ModuleList):
         layers = []
         if mlp:
             # Choice: the paper names no widths; it follows Garrido et al. 2023, as these do.
-            layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+            layers = [
+                nn.Linear(width, 1024), nn.ReLU(),
+                nn.Linear(1024, 1024), nn.ReLU()]
             width = 1024
         last = nn.Linear(width, classes)
         nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
@@ -378,8 +382,10 @@ def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
     sums = {layer: torch.zeros(2) for layer in layers}
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels / 255)
-        g1 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 1))
-        g2 = ser.sample_geometry(len(x), encoder.grid, (element,), ser.rng(element, part, 2))
+        generator1 = ser.rng(element, part, 1)
+        generator2 = ser.rng(element, part, 2)
+        g1 = ser.sample_geometry(len(x), encoder.grid, (element,), generator1)
+        g2 = ser.sample_geometry(len(x), encoder.grid, (element,), generator2)
         g = ser.relative(g2, g1)
         h = sample_motion(element, part, len(x), encoder.grid)
 
@@ -476,12 +482,14 @@ def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim
     """Accuracies of a set, features and labels, among some classes. 20-NN reads the last
     `dim` features, which are those of the last block."""
     x, y = test
+    x_train, y_train = train
     values = {}
     if head is not None:
         top1, top5 = accuracy(head(x), y, among)
         values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
-    near = torch.isin(train[1], among)
-    values["20-NN top-1 %"] = knn(train[0][near, -dim:], train[1][near], x[:, -dim:], y)
+    candidates = torch.isin(y_train, among)
+    neighbours = x_train[candidates, -dim:]
+    values["20-NN top-1 %"] = knn(neighbours, y_train[candidates], x[:, -dim:], y)
     return values
 
 
@@ -503,8 +511,13 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     kept = {}
     if args.with_heads:
         head, lr = best_head(encoder, sets, (x, y), tests["val"], args, log)
-        kept = {"weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-                "classes": list(sets.classes), "blocks": blocks, "lr": lr}
+        last = head[-1]
+        kept = {
+            "weight": last.weight.cpu(),
+            "bias": last.bias.cpu(),
+            "classes": list(sets.classes),
+            "blocks": blocks,
+            "lr": lr}
 
     # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []
@@ -533,9 +546,14 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Equivariance of up to 512 images of val, after every block or after the last of f1.
     val = sets.tests["val"]
-    spread = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
-    images = torch.stack([val[place][0] for place in spread.tolist()]).to(device)
-    layers = range(1, run.depth + 1) if args.equivariance else [max(1, run.cls_layer)]
+    images_used = min(512, len(val))
+    places = torch.linspace(0, len(val) - 1, images_used).long()
+    pixels = [val[place][0] for place in places.tolist()]
+    images = torch.stack(pixels).to(device)
+    if args.equivariance:
+        layers = range(1, run.depth + 1)
+    else:
+        layers = [max(1, run.cls_layer)]
 
     rows = []
     heads = {}     # encoder -> what is kept of its best head
