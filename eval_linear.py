@@ -446,10 +446,13 @@ def print_table(rows: Sequence[dict]) -> None:
     """A line for each measure, a column for each encoder."""
     table = {}
     for row in rows:
-        title = f"{row['measure']} after block {row['block']}"
+        measure, value = row["measure"], row["value"]
+        if "retrieval" in measure:     # is a share in the file
+            measure, value = f"{measure} %", 100 * value
+        title = f"{measure} after block {row['block']}"
         if row["classes"]:
-            title = f"{row['set']}, {row['classes']} classes: {row['measure']}"
-        table.setdefault(title, {})[row["encoder"]] = f"{row['value']:.4g}"
+            title = f"{row['set']}, {row['classes']} classes: {measure}"
+        table.setdefault(title, {})[row["encoder"]] = f"{value:.4g}"
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
