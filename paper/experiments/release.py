@@ -34,8 +34,7 @@ class OnCPU(TorchFunctionMode):
 
 
 class Trained(NamedTuple):
-    """A model with gradients, and two parts of it."""
-    model: nn.Module
+    """Two parts of a model that have gradients."""
     encoder: nn.Module
     projector: nn.Module
 
@@ -59,9 +58,8 @@ def theirs(folder: str, b1: Tensor, b2: Tensor, weight: float) -> Trained:
         loss, _, _ = model.equiv(b1, b1.flip(3), b2, b2, moves, 0.99, weight)
         loss.backward()
 
-    model.head = model.base_encoder.head     # MoCo-v3's, which is no part of the encoder
-    del model.base_encoder.head
-    return Trained(model, model.base_encoder, model.projector_equiv)
+    del model.base_encoder.head     # MoCo-v3's, which is no part of the encoder
+    return Trained(model.base_encoder, model.projector_equiv)
 
 
 def ours(b1: Tensor, b2: Tensor, weight: float) -> Trained:
@@ -73,7 +71,7 @@ def ours(b1: Tensor, b2: Tensor, weight: float) -> Trained:
         g = ser.sample_geometry(len(b2), generator=generator)
         views.append(ser.View(images, ser.rho(g, b2, 16), g, augmentation=None))
     model(views)["loss"].backward()
-    return Trained(model, model.base.encoder, model.projectors)
+    return Trained(model.base.encoder, model.projectors)
 
 
 def norm(module: nn.Module) -> str:
@@ -89,10 +87,13 @@ def same_bits(model: nn.Module, other: nn.Module) -> bool:
 
 
 def report(name: str, zero: Trained, large: Trained) -> None:
-    """Print the line of two models, by lambda = 0 and 10,000."""
-    parts = (zero.encoder, large.encoder, zero.projector, large.projector)
-    norms = "".join(f"{norm(part):>12}" for part in parts)
-    print(f"{name:10}{norms}{same_bits(zero.model, large.model)!s:>12}", flush=True)
+    """Print the lines of two models, by lambda = 0 and 10,000."""
+    for part in Trained._fields:
+        before = getattr(zero, part)
+        after = getattr(large, part)
+        verdict = "equal to the bit" if same_bits(before, after) else "different"
+        title = f"{name}, {part}"
+        print(f"{title:20}{norm(before):>14}{norm(after):>16}   {verdict}", flush=True)
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -109,8 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     images, _ = ser.synthetic_images(8, 224, seed=0)
     b1, b2 = ser.normalise(images / 255).chunk(2)
 
-    print("gradient       encoder     encoder   projector   projector   all equal")
-    print("lambda               0      10,000           0      10,000  to the bit")
+    print("norm of the gradient      lambda 0   lambda 10,000")
     report("release", theirs(folder, b1, b2, 0), theirs(folder, b1, b2, 10_000))
     report("ours", ours(b1, b2, 0), ours(b1, b2, 10_000))
     dist.destroy_process_group()
