@@ -18,8 +18,8 @@ import torch
 
 import ser
 
-# (width, depth) -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
-KNOWN = {(192, 12): 3, (384, 12): 6, (768, 12): 12, (1024, 24): 16}
+# Width -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
+KNOWN = {192: 3, 384: 6, 768: 12, 1024: 16}
 
 
 def from_timm(path: str, heads: int) -> dict:
@@ -37,13 +37,14 @@ def from_timm(path: str, heads: int) -> dict:
     weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # [CLS] has no other here
     grid = math.isqrt(rows.shape[1] - 1)
     weights["pos_embed"] = rows[:, 1:].mT.unflatten(2, (grid, grid))    # (1, D, g, g)
+
     patch = weights["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
-    known = 12 if of_moco else KNOWN.get((dim, depth))     # all ViTs of moco-v3 have 12
+    known = 12 if of_moco else KNOWN.get(dim)     # all ViTs of moco-v3 have 12
     heads = heads or checkpoint.get("heads", known)
     if not heads:
-        sys.exit(f"--heads: how many attention heads have {depth} blocks of width {dim}?")
+        sys.exit(f"--heads: how many attention heads has a block of width {dim}?")
     shape = dict(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth, heads=heads)
     args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))     # else, ser.py's defaults
     args.data = "images of another program"            # hence evaluations ask for --data
@@ -51,14 +52,21 @@ def from_timm(path: str, heads: int) -> dict:
     return dict(step=0, settings=vars(args), encoder=weights)
 
 
-def to_timm(checkpoint: dict) -> dict:
+def to_timm(path: str) -> dict:
     """The weights of timm's VisionTransformer without a classifier, and the number of heads."""
+    checkpoint = ser.load(path)
     given = checkpoint["settings"]
     if given["cls_layer"] > 0:
         sys.exit(f"[CLS] enters after block {given['cls_layer']}, timm's before block 1: use ours")
     rows = checkpoint["encoder"]["pos_embed"].flatten(2).mT             # (1, g g, D)
     rows = torch.cat([torch.zeros_like(rows[:, :1]), rows], dim=1)
     return {"state_dict": checkpoint["encoder"] | {"pos_embed": rows}, "heads": given["heads"]}
+
+
+def encoder_only(path: str) -> dict:
+    """What evaluations read of a checkpoint."""
+    checkpoint = ser.load(path)
+    return {name: checkpoint[name] for name in ("step", "settings", "encoder")}
 
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
@@ -76,11 +84,8 @@ def convert(args: Namespace) -> None:
     source, target = args.from_timm or args.to_timm or args.encoder_only
     if args.from_timm:
         state = from_timm(source, args.heads)
-    elif args.to_timm:
-        state = to_timm(ser.load(source))
     else:
-        state = ser.load(source)
-        state = {name: state[name] for name in ("step", "settings", "encoder")}
+        state = to_timm(source) if args.to_timm else encoder_only(source)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
 

@@ -3,9 +3,8 @@
     python -m paper.experiments.curves runs/main
     python -m paper.experiments.curves runs/moco runs/main --out curves.png
 
-Each run has a colour. The picture shows its log.jsonl, where "inv" is the base method's loss
-and "equiv" the loss of SER or of another add-on. A run prints at its start what both are at chance:
-a loss that stays there learns nothing.
+Each run has a colour. "inv" is the base method's loss and "equiv" that of SER or another add-on. A
+run prints at its start what both are at chance: a loss that stays there learns nothing.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -13,23 +12,18 @@ from pathlib import Path
 from typing import Any, Sequence
 
 
-def records(run: str) -> dict[int, dict]:
-    """Step -> its line of the log. A killed run has logged steps after its last checkpoint; the
-    lines of the continued run replace them."""
-    kept: dict[int, dict] = {}
-    for line in Path(run, "log.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "step" in record:     # the others hold settings
-            kept = {step: one for step, one in kept.items() if step < record["step"]}
-            kept[record["step"]] = record
-    return kept
+def losses(run: str, key: str) -> dict[int, float]:
+    """Step -> loss. A continued run may log a step again, and then its last line counts."""
+    lines = Path(run, "log.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record[key] for record in records if key in record}
 
 
 def plot(figure: Any, runs: Sequence[str]) -> None:
     """A panel for each loss, on a figure of matplotlib's."""
     for axes, key in zip(figure.subplots(1, 2), ("inv", "equiv")):
         for number, run in enumerate(runs):
-            log = {step: record[key] for step, record in records(run).items() if key in record}
+            log = losses(run, key)
             axes.plot(list(log), list(log.values()), color=f"C{number}", label=run)
         axes.set(xlabel="step", title=key)
     figure.legend(handles=figure.axes[0].lines, loc="outside lower center")

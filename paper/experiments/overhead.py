@@ -4,14 +4,8 @@
     python -m paper.experiments.overhead --rows step                      training steps
     python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
-Trained parameters, and multiply-adds (MACs) of an image's forward passes:
-
-    paper    MoCo-v3 42.9 M, 18.48 G      SER 43.4 M, 18.63 G (1.008x)
-             AugSelf 43.7 M    EquiMod 43.3 M    STL 62.2 M    E-SSL 43.3 M
-    here     MoCo-v3 42.890 M, 18.476 G   SER 43.350 M, 18.464 G (0.9994x), as in the paper 18.630 G
-             AugSelf 44.209 M  EquiMod 43.271 M  STL 62.176 M  E-SSL 43.288 M
-
-The paper's caption says "forward and backward", but 18.48 G are the forward passes of two views, by
+The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, and 43.4 M and 18.63 G
+for SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
 the online and the momentum branch. 18.63 G result if each of 8 GPUs computes L_equiv of all anchors
 in both directions, with the tokens of both views as keys. The agreement may be chance, as the
 release's code for two views has keys of the other view only: by its own count it is 18.544 G. A GPU
@@ -38,20 +32,11 @@ import ser
 
 CUDA = torch.cuda.is_available()
 BATCH = 256 if CUDA else 16
-METHODS = ("augself", "equimod", "stl", "essl")
+PLAIN = ["--ratio", "0", "--cls-layer", "0"]     # MoCo-v3
 # r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
-RATIOS = ("0", "0.01", "0.06") if CUDA else ("0", "0.125", "0.25")
-SIDES = list(zip(("moco", "ser", "ser"), RATIOS))
-
-
-def method(name: str, flags: Sequence[str]) -> tuple[Namespace, Callable]:
-    """(settings, build) of a method on ViT-S/16; "moco" and "ser" are ser.py's."""
-    flags = ["--data", "given", *flags]     # without --data, settings are the small ones
-    if name in METHODS:
-        module = importlib.import_module(f"paper.methods.{name}")
-        return module.settings(flags), module.build
-    plain = ["--ratio", "0", "--cls-layer", "0"] if name == "moco" else []
-    return ser.parse([*flags, *plain]), ser.build
+RATIOS = ("0.01", "0.06") if CUDA else ("0.125", "0.25")
+# The paper's parameters are 43.7 M, 43.3 M, 62.2 M and 43.3 M.
+BASELINES = ("augself", "equimod", "stl", "essl")
 
 
 # ==== Counts: on the device "meta", where tensors have a shape and no values ======================
@@ -62,22 +47,29 @@ def macs(work: Callable[[], Any]) -> float:
     return counter.get_total_flops() / 2
 
 
+def parameters(model: torch.nn.Module) -> int:
+    """The number of those that are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def count() -> dict[str, float]:
     """Trained parameters of each method; MACs of an image, as the paper counts, by MoCo-v3 and SER,
     whose b2 has 3 of 256 images on each of 8 GPUs."""
-    counts = {}
+    counts: dict[str, float] = {}
+    given = ["--data", "given"]     # without --data, models are small
     x = torch.empty(1, 3, 224, 224, device="meta")
-    for name in ("moco", "ser", *METHODS):
-        args, build = method(name, [])
-        with torch.device("meta"):
-            model = build(args).eval()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        counts[f"{name}: parameters"] = sum(p.numel() for p in trained)
-        if name not in METHODS:
+    with torch.device("meta"):
+        for name, flags in (("moco", PLAIN), ("ser", [])):
+            model = ser.build(ser.parse([*given, *flags])).eval()
             base = model.base
             online = macs(lambda: base.predictor(base.projector(base.encoder(x).cls)))
             momentum = macs(lambda: base.momentum_projector(base.momentum_encoder(x).cls))
+            counts[f"{name}: parameters"] = parameters(model)
             counts[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
+        for name in BASELINES:
+            method = importlib.import_module(f"paper.methods.{name}")
+            counts[f"{name}: parameters"] = parameters(method.build(method.settings(given)))
+
     anchors = 3 * 196                                     # of a GPU
     projector = 2 * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
     loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
@@ -92,14 +84,15 @@ def count() -> dict[str, float]:
 
 
 # ==== Clock =======================================================================================
-def training_step(args: Namespace, build: Callable) -> Callable[[int], None]:
+def training_step(flags: Sequence[str]) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number. It begins with decoded
     crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""
+    args = ser.parse(["--data", "given", *flags])
     device = ser.setup()
-    model = build(args).to(device)
+    model = ser.build(args).to(device)
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
-    keys = ser.batch_keys(BATCH, args, 0, 1)
+    keys = ser.batch_keys(args.batch_size, args, 0, 1)
     batches = DataLoader(ser.two_views(images, args), batch_sampler=keys)
     loaded = [(pixels.to(device), aug) for pixels, aug in next(iter(batches))]
 
@@ -126,6 +119,7 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
             start = time.perf_counter()
             sides[name](number)
             times[name].append(time.perf_counter() - start)
+
     first = next(iter(sides))
     for name, (_, *seconds) in times.items():
         ratios = sorted(a / b for a, b in zip(seconds, times[first][1:]))
@@ -134,18 +128,11 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
 
 
 def time_steps(flags: Sequence[str], rounds: int) -> None:
-    """Print memory on a GPU, and time of a training step of each side, (method, r)."""
-    steps = {}
-    for name, ratio in SIDES:
-        before = torch.cuda.memory_allocated()
-        step = training_step(*method(name, [*flags, "--batch-size", str(BATCH), "--ratio", ratio]))
-        step(0)     # makes the state of AdamW
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-            step(1)
-            memory = torch.cuda.max_memory_allocated() - before
-            print(f"{name} {ratio}: {memory / 1e9:.1f} GB of the GPU")
-        steps[f"{name} {ratio}"] = step
+    """Print the time of a training step of MoCo-v3, and of SER with each r."""
+    flags = [*flags, "--batch-size", str(BATCH)]
+    steps = {"moco": training_step([*flags, *PLAIN])}
+    for ratio in RATIOS:
+        steps[f"ser {ratio}"] = training_step([*flags, "--ratio", ratio])
     compare(steps, rounds, BATCH)
 
 
@@ -186,24 +173,23 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py."""
     parser = ArgumentParser("python -m paper.experiments.overhead", allow_abbrev=False)
     add = parser.add_argument
-    add("--rows", nargs="+", default=["counts"], choices=["counts", "step", "loader"])
+    add("--rows", default="counts", choices=["counts", "step", "loader"])
     add("--data", help="photographs, for the row loader")
     add("--rounds", type=int, default=7, help="in which all sides are timed")
     args, args.flags = parser.parse_known_args(argv)
-    method("ser", args.flags)     # exits where ser.py has no such flag
+    ser.parse(args.flags)     # exits where ser.py has no such flag
     return args
 
 
 def main(args: Namespace) -> None:
     """Print the rows that are asked for."""
-    for row in args.rows:
-        if row == "counts":
-            for name, value in count().items():
-                print(f"{name:24}{value:20,.0f}")
-        elif row == "loader":
-            time_loader(args.data, args.rounds)
-        else:
-            time_steps(args.flags, args.rounds)
+    if args.rows == "counts":
+        for name, value in count().items():
+            print(f"{name:24}{value:20,.0f}")
+    elif args.rows == "step":
+        time_steps(args.flags, args.rounds)
+    else:
+        time_loader(args.data, args.rounds)
 
 
 if __name__ == "__main__":

@@ -3,24 +3,24 @@
     python -m paper.experiments.sweep --list lambda --data /imagenet --print     command lines only
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet (None: neither
-its text nor its tables have it). Table 4 also has scores of the last block, of rot90: MoCo-v3 .804;
-L_equiv after block 3 .840, after 9 .888, after 12 .924. Here heads are trained on one centre crop
-of each image, not on random crops: compare runs with each other.
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet where its text
+or its tables have it. Table 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv
+after block 3 .840, after 9 .888, after 12 .924. Here heads are trained on one centre crop of each
+image, not on random crops, so compare runs with each other.
 
 Flags of ser.py go to all runs. The table has means ± std over seeds, and in brackets those of the
 difference to SER within a seed. Only what the sweep's own evaluations wrote, for the weights that
 are there, enters it. OUT/LIST.json has all of these results.
 """
-import importlib
 import json
 import shlex
 import subprocess
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Collection, Iterator, NamedTuple, Sequence
+from typing import Iterator, NamedTuple, Sequence
 
 import eval_linear
 import ser
@@ -29,83 +29,58 @@ import ser
 class Run(NamedTuple):
     """A training."""
     name: str
-    paper: float | None      # linear top-1 on ImageNet
-    flags: str               # its own
-    program: str = "ser"     # or a module of paper.methods
+    flags: str                     # its own
+    paper: float | None = None     # linear top-1 on ImageNet
+    script: str = "ser.py"
 
 
 # A run without b2, which the flags of b2 do not concern.
 PLAIN = "--ratio 0 --cls-layer 0"
-SHARED = [Run("MoCo-v3", 68.44, PLAIN), Run("SER", 69.28, "")]
+EQUIMOD = "-m paper.methods.equimod"
+AUGSELF = "-m paper.methods.augself"
+SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
 # Choice: [CLS] enters after L_equiv's block; with all layers after block 3. After block 12 no block
 # is left: there [CLS] enters at the input.
 LISTS = {
     "layers": [
-        Run("layer-1", None, "--equiv-layers 1 --cls-layer 1"),
-        Run("layer-6", None, "--equiv-layers 6 --cls-layer 6"),
-        Run("layer-9", 68.72, "--equiv-layers 9 --cls-layer 9"),
-        Run("layer-12", 68.18, "--equiv-layers 12 --cls-layer 0"),
-        Run("CLS-0", None, "--cls-layer 0"),
-        Run("CLS-1", None, "--cls-layer 1"),
-        Run("CLS-6", None, "--cls-layer 6"),
-        Run("CLS-9", None, "--cls-layer 9"),
-        Run("all-layers", 69.21, "--equiv-layers 1 2 3 4 5 6 7 8 9 10 11 12")],
+        Run("layer-1", "--equiv-layers 1 --cls-layer 1"),
+        Run("layer-6", "--equiv-layers 6 --cls-layer 6"),
+        Run("layer-9", "--equiv-layers 9 --cls-layer 9", 68.72),
+        Run("layer-12", "--equiv-layers 12 --cls-layer 0", 68.18),
+        Run("CLS-0", "--cls-layer 0"),
+        Run("CLS-1", "--cls-layer 1"),
+        Run("CLS-6", "--cls-layer 6"),
+        Run("CLS-9", "--cls-layer 9"),
+        Run("all-layers", "--equiv-layers 1 2 3 4 5 6 7 8 9 10 11 12", 69.21)],
     "group": [
-        Run("no-rot90", 69.17, "--group hflip scale"),
-        Run("no-rot90-hflip", 69.12, "--group scale"),
-        Run("no-rot90-scale", 68.67, "--group hflip")],
+        Run("no-rot90", "--group hflip scale", 69.17),
+        Run("no-rot90-hflip", "--group scale", 69.12),
+        Run("no-rot90-scale", "--group hflip", 68.67)],
     "r": [
-        Run("half-r", 69.08, "--ratio {half}"),
-        Run("double-r", 68.30, "--ratio {double}")],
+        Run("half-r", "--ratio {half}", 69.08),
+        Run("double-r", "--ratio {double}", 68.30)],
     "lambda": [
-        Run("lambda-0", 68.82, "--weight 0"),
-        Run("lambda-0.1", None, "--weight 0.1"),
-        Run("lambda-1", 68.92, "--weight 1"),
-        Run("lambda-5", 68.73, "--weight 5"),
-        Run("lambda-10", 68.67, "--weight 10")],
+        Run("lambda-0", "--weight 0", 68.82),
+        Run("lambda-0.1", "--weight 0.1"),
+        Run("lambda-1", "--weight 1", 68.92),
+        Run("lambda-5", "--weight 5", 68.73),
+        Run("lambda-10", "--weight 10", 68.67)],
     "decoupling": [
-        Run("equimod-12", 68.95, f"--layer 12 {PLAIN}", "equimod"),
-        Run("equimod-3", 69.51, f"--layer 3 {PLAIN}", "equimod"),
-        Run("augself-12", 67.55, f"--layer 12 {PLAIN}", "augself"),
-        Run("augself-3", 68.23, f"--layer 3 {PLAIN}", "augself")]}
+        Run("equimod-12", f"--layer 12 {PLAIN}", 68.95, EQUIMOD),
+        Run("equimod-3", f"--layer 3 {PLAIN}", 69.51, EQUIMOD),
+        Run("augself-12", f"--layer 12 {PLAIN}", 67.55, AUGSELF),
+        Run("augself-3", f"--layer 3 {PLAIN}", 68.23, AUGSELF)]}
 
 
-def flags_of(run: Run, args: Namespace) -> list[str]:
-    """The flags of a run, but for its seed and its folder."""
-    return [*args.flags, *run.flags.split(), *data_of(args)]
-
-
-def data_of(args: Namespace) -> list[str]:
-    """The flags of the images."""
-    return ["--data", args.data, "--workers", str(args.workers)] if args.data else []
-
-
-def given_names(flags: Sequence[str]) -> set[str]:
-    """The names of the settings that flags of ser.py set."""
-    parser = ser.arguments()
-    unset = dict.fromkeys(vars(parser.parse_args([])))
-    args = parser.parse_args(flags, Namespace(**unset))
-    return {name for name, value in vars(args).items() if value is not None}
-
-
-def check(runs: Sequence[Run], given: Sequence[str], args: Namespace) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings, or if
-    it sets one of the `given` flags itself."""
+def refuse_own_flags(runs: Sequence[Run], given: Sequence[str]) -> None:
+    """Exit with one sentence if a run sets one of the given flags, perhaps shortened, itself."""
     for run in runs:
         # A given --ratio is never lost: the list r has its half and its double.
-        words = run.flags.replace(PLAIN, "").replace("-", "_").split()
-        own = {"__seed", *words} - {"__ratio"}
-        for name in given_names(given):
-            if f"__{name}" in own:
-                sys.exit(f"--{name.replace('_', '-')}: the run {run.name} sets it itself")
-
-        program = ser
-        parse = ser.parse
-        if run.program != "ser":
-            program = importlib.import_module(f"paper.methods.{run.program}")
-            parse = program.settings
-        settings = parse(flags_of(run, args))
-        ser.check_settings(settings, images=settings.batch_size, ranks=1)
+        own = ["--seed", *run.flags.replace(PLAIN, "").replace("--ratio", "").split()]
+        for flag in given:
+            name = flag.split("=")[0]
+            if name.startswith("--") and any(word.startswith(name) for word in own):
+                sys.exit(f"{name}: the run {run.name} sets it itself")
 
 
 def call(words: Sequence[str], args: Namespace) -> None:
@@ -115,65 +90,71 @@ def call(words: Sequence[str], args: Namespace) -> None:
         subprocess.run([*shlex.split(args.launcher), *words], check=True)
 
 
-def rows_of(results: Path, settings: Namespace) -> list[dict]:
-    """The rows of a file that an evaluation with these settings wrote for the weights that its
-    checkpoint has."""
+def rows_of(settings: Namespace) -> list[dict]:
+    """The rows that an evaluation with these settings wrote for the weights that its checkpoint
+    has."""
     encoder = ser.load_encoder(settings.checkpoint)
     made_by = {"weights": eval_linear.fingerprint(encoder), "settings": vars(settings)}
     made_by = json.loads(json.dumps(made_by))     # as it is in the file
+    results = Path(settings.checkpoint).with_name("eval.json")
     rows = json.loads(results.read_text())["rows"]
     return [row for row in rows if made_by.items() <= row.items()]
 
 
-def measure(runs: Sequence[Run], args: Namespace, evaluations: Sequence[str],
-            before: Sequence[str] = ()) -> Iterator[list[dict]]:
+def measure(args: Namespace, evaluations: Sequence[str]) -> Iterator[list[dict]]:
     """Train and evaluate each run. Yields the rows of a run's evaluations, with the keys "run" and
-    "seed"; "untrained" is the encoder with which SER began. before: words before a script."""
-    trainings = len(runs) * len(args.seeds)
-    print(f"{len(runs)} runs with {len(args.seeds)} seeds: {trainings} trainings", flush=True)
-    for seed in args.seeds:
-        for run in runs:
-            script = ["ser.py"] if run.program == "ser" else ["-m", f"paper.methods.{run.program}"]
-            out = Path(args.out, f"{run.name}-{seed}")
-            own = ["--seed", str(seed), "--out", str(out)]
-            call([*before, *script, *flags_of(run, args), *own], args)
+    "seed"; "untrained" is the encoder with which SER began."""
+    data = ["--data", args.data, "--workers", str(args.workers)]
+    for seed, run in product(args.seeds, args.runs):
+        out = f"{args.out}/{run.name}-{seed}"
+        flags = [*args.flags, *run.flags.split(), *data, "--seed", str(seed), "--out", out]
+        call([*run.script.split(), *flags], args)
 
-            rows = []
-            for evaluation in evaluations:
-                words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data_of(args)]
-                call([*before, "eval_linear.py", *words], args)
-                if not args.print:
-                    rows += rows_of(out / "eval.json", eval_linear.parse(words))
-
-            names = {"trained": run.name}
-            if run.name == "SER":
-                names["untrained"] = "untrained"
-            yield [row | {"run": names[row["encoder"]], "seed": seed}
-                   for row in rows if row["encoder"] in names]
+        names = {"trained": run.name}
+        if run.name == "SER":
+            names["untrained"] = "untrained"
+        rows = []
+        for evaluation in evaluations:
+            words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
+            call(["eval_linear.py", *words], args)
+            if not args.print:
+                rows += rows_of(eval_linear.parse(words))
+        yield [row | {"run": names[row["encoder"]], "seed": seed}
+               for row in rows if row["encoder"] in names]
 
 
-def mean_and_std(rows: Collection[dict]) -> tuple[float, float | None]:
-    """Over the seeds of a run. A single row may bring the std of seeds that are lost."""
+def select(rows: Sequence[dict], run: str, measure: str, block: int) -> dict:
+    """seed -> row. A row whose seed is None has the mean and the std of seeds whose own rows are
+    lost, and counts alone. Of several rows of a seed, the first is among all classes."""
+    found: dict = {}
+    for row in rows:
+        if (row["run"], row["measure"], row["block"]) == (run, measure, block):
+            found.setdefault(row["seed"], row)
+    return {None: found[None]} if None in found else found
+
+
+def mean_and_std(found: dict) -> tuple[float, float | None]:
+    """Over the seeds of `select`. The std of one seed is None, that of lost seeds in their row."""
+    rows = list(found.values())
     values = [row["value"] for row in rows]
-    if len(rows) > 1:
-        return mean(values), stdev(values)
-    return values[0], next(iter(rows)).get("std")
+    std = stdev(values) if len(values) > 1 else rows[0].get("std")
+    return mean(values), std
 
 
-def differences(rows: dict, base: dict, baseline: str) -> list[dict]:
-    """Those of two runs within a seed; both are seed -> row. A single row may bring the difference
-    to the baseline of seeds that are lost."""
-    lost = rows.get(None, {}).get(f"minus {baseline}")
+def differences(found: dict, base: dict, baseline: str) -> dict:
+    """Those of two runs within a seed, as from `select`. The row of lost seeds may bring them."""
+    lost = found.get(None, {}).get(f"minus {baseline}")
     if lost:
-        return [lost]
-    return [{"value": rows[seed]["value"] - base[seed]["value"]} for seed in rows if seed in base]
+        return {None: lost}
+    return {seed: {"value": found[seed]["value"] - base[seed]["value"]}
+            for seed in found if seed in base}
 
 
-def spread(rows: Collection[dict], digits: int) -> str:
+def spread(found: dict, digits: int) -> str:
     """mean ± std over seeds."""
-    if not rows:
+    if not found:
         return "-"
-    average, std = mean_and_std(rows)
+    average, std = mean_and_std(found)
     text = f"{average:.{digits}f}"
     return text if std is None else f"{text} ± {std:.{digits}f}"
 
@@ -181,23 +162,20 @@ def spread(rows: Collection[dict], digits: int) -> str:
 def table(rows: Sequence[dict], baseline: str, blocks: Sequence[int]) -> str:
     """A column for each run; a line for each accuracy on val, and for each measure of equivariance
     after `blocks`. Where val lacks classes, accuracies are those among all classes."""
-    found: dict = {}     # title of a line -> run -> seed -> row
-    for row in rows:
-        if "%" in row["measure"] or row["block"] in blocks:
-            title = f"{row['measure']}, block {row['block']}"
-            of_run = found.setdefault(title, {}).setdefault(row["run"], {})
-            of_run.setdefault(row["seed"], row)     # the first is among all classes
-
-    runs = sorted({row["run"]: None for row in rows}, key=lambda run: run != "untrained")
+    runs = list(dict.fromkeys(row["run"] for row in rows))
     lines = [["", *runs], ["---"] * (1 + len(runs))]
-    for title, columns in found.items():
-        digits = 1 if "%" in title else 3
-        base = columns.get(baseline, {})
-        line = [title]
+    measures = dict.fromkeys((row["measure"], row["block"]) for row in rows)
+    for measure, block in measures:
+        accuracy = "%" in measure
+        if not accuracy and block not in blocks:
+            continue
+        digits = 1 if accuracy else 3
+        base = select(rows, baseline, measure, block)
+        line = [f"{measure}, block {block}"]
         for run in runs:
-            own = columns.get(run, {})
-            gains = differences(own, base, baseline)
-            line.append(f"{spread(own.values(), digits)} ({spread(gains, digits)})")
+            found = select(rows, run, measure, block)
+            gains = differences(found, base, baseline)
+            line.append(f"{spread(found, digits)} ({spread(gains, digits)})")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -206,11 +184,11 @@ def arguments(program: str) -> ArgumentParser:
     """The flags of sweep.py and imagenette.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS, val/CLASS")
+    add("--data", help="folder with train/CLASS, val/CLASS")
     add("--out", default=f"runs/{program}", help="folder of the runs")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of all runs")
     add("--launcher", default=sys.executable, help="what runs a script: python, or torchrun")
-    add("--workers", type=int, default=8, help="loader processes, with --data")
+    add("--workers", type=int, default=8, help="loader processes")
     add("--print", action="store_true", help="only print the command lines")
     return parser
 
@@ -220,26 +198,26 @@ def settings(argv: Sequence[str] | None = None) -> Namespace:
     parser = arguments("sweep")
     parser.add_argument("--list", default="layers", choices=list(LISTS), help="what is run")
     args, args.flags = parser.parse_known_args(argv)
-    ratio = ser.parse([*args.flags, *data_of(args)]).ratio
+    if not args.data:
+        parser.error("--data must name a folder")
+    ratio = ser.parse([*args.flags, "--data", args.data]).ratio
     args.runs = []
     for run in [*LISTS[args.list], *SHARED]:
         flags = run.flags.format(half=ratio / 2, double=ratio * 2)
         args.runs.append(run._replace(flags=flags))
-    check(args.runs, args.flags, args)
+    refuse_own_flags(args.runs, args.flags)
     return args
 
 
 def main(args: Namespace) -> None:
     """Run a list; write the rows, and print its table under the paper's numbers."""
-    rows = []
-    for found in measure(args.runs, args, ["--cache --equivariance"]):
-        rows += found
+    rows = [row for found in measure(args, ["--cache --equivariance"]) for row in found]
     if args.print:
         return
     path = Path(args.out, f"{args.list}.json")
     path.write_text(json.dumps({"rows": rows}, indent=1))
     for run in args.runs:
-        print(f"{run.name:16}{run.paper or '-':>8}  {run.program} {run.flags}")
+        print(f"{run.name:16}{run.paper or '-':>8}  {run.script} {run.flags}")
     print(table(rows, "SER", (3, 12)))
     print(f"results are in {path}")
 
