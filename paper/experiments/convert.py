@@ -52,21 +52,14 @@ def from_timm(path: str, heads: int) -> dict:
     return dict(step=0, settings=vars(args), encoder=weights)
 
 
-def to_timm(path: str) -> dict:
+def to_timm(checkpoint: dict) -> dict:
     """The weights of timm's VisionTransformer without a classifier, and the number of heads."""
-    checkpoint = ser.load(path)
     given = checkpoint["settings"]
     if given["cls_layer"] > 0:
         sys.exit(f"[CLS] enters after block {given['cls_layer']}, timm's before block 1: use ours")
     rows = checkpoint["encoder"]["pos_embed"].flatten(2).mT             # (1, g g, D)
     rows = torch.cat([torch.zeros_like(rows[:, :1]), rows], dim=1)
     return {"state_dict": checkpoint["encoder"] | {"pos_embed": rows}, "heads": given["heads"]}
-
-
-def encoder_only(path: str) -> dict:
-    """What evaluations read of a checkpoint."""
-    checkpoint = ser.load(path)
-    return {name: checkpoint[name] for name in ("step", "settings", "encoder")}
 
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
@@ -84,8 +77,11 @@ def convert(args: Namespace) -> None:
     source, target = args.from_timm or args.to_timm or args.encoder_only
     if args.from_timm:
         state = from_timm(source, args.heads)
+    elif args.to_timm:
+        state = to_timm(ser.load(source))
     else:
-        state = to_timm(source) if args.to_timm else encoder_only(source)
+        state = ser.load(source)
+        state = {name: state[name] for name in ("step", "settings", "encoder")}
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
 

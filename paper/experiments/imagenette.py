@@ -4,25 +4,26 @@
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
     python -m paper.experiments.imagenette --figures paper/experiments/imagenette.json
 
-The first line prints the command lines, the third draws tables and pictures from rows alone. Eight
-runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px. Rate and crop
-were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The paper has 20: their
-number, not their share r, says how many images a token is contrasted with. Flags of ser.py go to
-all runs; longer ones are `--epochs 100 --out runs/long`.
+The first line prints the command lines and their hours, the third draws tables and pictures from
+rows alone. Eight runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at
+64 px. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2. The
+paper has 20: their number, not their share r, says how many images a token is contrasted with.
+Flags of ser.py go to all runs; longer ones are `--epochs 100 --out runs/long`.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28. Its Table
 4 moves L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18. Here it moves from block 2 to 4 and
 6. Tables are those of sweep.py, with differences to the control, then to MoCo-v3. Linear heads and
-20-NN read one centre crop, and a run's linear accuracy is the mean over heads of three seeds. Rows
-of finished runs are added to OUT/imagenette.json, so seeds can run side by side.
+20-NN read one centre crop, and a run's linear accuracy is the mean over heads of three seeds. Each
+run has a folder in OUT with its rows.json, so several processes can share the seeds.
 """
-import fcntl
 import json
+import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
 from PIL import Image, ImageOps
@@ -48,23 +49,32 @@ RUNS = [
 NAMES = [run.name for run in RUNS]
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
-BLOCKS = (2, 4, 6)
-# The runs in pictures, by lambda.
-LABELS = {"untrained": "untrained", "MoCo-v3": "MoCo-v3", "control": "control",
-          "SER-0.02": "SER, λ = .02", "SER-0.1": "SER, λ = .1", "SER-0.25": "SER, λ = .25",
-          "SER": "SER, λ = .5"}
+RATE = 95     # images/s of a training on one CPU core, with --bf16
+
+# What pictures show: accuracy against retrieval of turns.
+TURNS = "rot90 retrieval"
+BLOCKS = {"layer-4": 4, "layer-6": 6}     # that have L_equiv; 2 in all other runs
+LABELS = {"SER-0.02": "SER, λ = .02", "SER-0.1": "SER, λ = .1", "SER-0.25": "SER, λ = .25",
+          "SER": "SER, λ = .5", "layer-4": "λ = .5, block 4", "layer-6": "λ = .5, block 6"}
+ALONG_LAMBDA = ("control", "SER-0.02", "SER-0.1", "SER-0.25", "SER")
 
 
 def make_copies(data: str, folder: Path, side: int) -> None:
-    """Write a copy of each image of data/train and data/val, its centre at side x side pixels."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    """Write a copy of each image of data/train and data/val, its centre at side x side pixels. Of
+    several processes, the first that is ready gives its copies to all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     for source in Path(data).glob("*/*/*"):
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(source) as image:
             copy = ImageOps.fit(image.convert("RGB"), (side, side))
         copy.save(target, quality=95)
-    unfinished.rename(folder)
+
+    try:
+        unfinished.rename(folder)
+    except OSError:     # another process was faster
+        shutil.rmtree(unfinished)
 
 
 def plain_attention(words: Sequence[str]) -> None:
@@ -78,7 +88,6 @@ def plain_attention(words: Sequence[str]) -> None:
             eval_linear.main(flags)
 
 
-# ==== Rows ================================================================================
 def means(found: Sequence[dict], training: Namespace) -> list[dict]:
     """A row for each measure: the mean over the heads of several seeds, with their values beside
     it. The rows are keyed by the epochs, and by the images of b2 of those runs that have b2."""
@@ -86,115 +95,135 @@ def means(found: Sequence[dict], training: Namespace) -> list[dict]:
     names = ("run", "seed", "weights", "set", "classes", "block", "measure")
     rows: dict = {}
     for row in found:
-        if row["classes"] or row["block"] in BLOCKS:
+        if row["classes"] or row["block"] in (2, 4, 6):
             place = {name: row[name] for name in names}
             kept = rows.setdefault(tuple(place.values()), place | arm | {"values": []})
             kept["values"].append(row["value"])
     return [row | {"value": mean(row["values"])} for row in rows.values()]
 
 
-def add(path: Path, rows: Sequence[dict]) -> None:
-    """Add the rows of a run to a file, in place of those that it has of this run."""
-    def of_run(row: dict) -> tuple:
-        return row["run"], row["seed"], row["epochs"], row["b2"]
-
-    renewed = {of_run(row) for row in rows}
-    with open(path, "a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)     # seeds may run side by side
-        file.seek(0)
-        kept = [row for row in json.loads(file.read() or "[]") if of_run(row) not in renewed]
-        lines = [json.dumps(row) for row in [*kept, *rows]]
-        file.truncate(0)
-        file.write("[\n" + ",\n".join(lines) + "\n]\n")
-
-
-def read(path: str | Path, epochs: float = 20, b2: int = 16) -> list[dict]:
-    """The rows of a file, of runs with so many epochs and images of b2, in the order of RUNS."""
+def read(paths: Iterable, epochs: float = 20, b2: int = 16) -> list[dict]:
+    """The rows of files, of runs with so many epochs and images of b2, in the order of RUNS."""
     order = ["untrained", *NAMES]
-    rows = [row for row in json.loads(Path(path).read_text())
-            if (row["epochs"], row["b2"]) == (epochs, b2) and row["run"] in order]
-    return sorted(rows, key=lambda row: order.index(row["run"]))
+    rows = []
+    for path in paths:
+        rows += json.loads(Path(path).read_text())
+    kept = [row for row in rows if (row["epochs"], row["b2"]) == (epochs, b2)]
+    return sorted(kept, key=lambda row: order.index(row["run"]))
 
 
-# ==== Pictures ============================================================================
+def panel(axes: Any, rows: Sequence[dict], measure: str, blocks: dict) -> None:
+    """An accuracy against retrieval of turns: a dot for each seed, or mean and std where seeds are
+    lost. A line joins the means along lambda. blocks: run -> that of its retrieval."""
+    line = []
+    for run, block in blocks.items():
+        x = sweep.select(rows, run, TURNS, block)
+        y = sweep.select(rows, run, measure, 6)
+        if not x or not y:
+            continue
+        x_mean, x_std = sweep.mean_and_std(x)
+        y_mean, y_std = sweep.mean_and_std(y)
+        if run in ALONG_LAMBDA:
+            line.append((x_mean, y_mean))
+
+        colour = f"C{NAMES.index(run)}"
+        dots = [(x[seed]["value"], y[seed]["value"]) for seed in x if seed in y]
+        if None in x or None in y:     # the seed of rows whose own are lost
+            dots = [(x_mean, y_mean)]
+            axes.errorbar(x_mean, y_mean, y_std, x_std, color=colour)
+        marker = {"MoCo-v3": "*", "control": "s"}.get(run, "o")
+        axes.scatter(*zip(*dots), marker=marker, color=colour, label=LABELS.get(run, run))
+
+    axes.plot(*zip(*line), color="gray", zorder=0)
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set(ylabel=measure)
+
+
 def tradeoff(figure: Any, rows: Sequence[dict]) -> None:
-    """Accuracies against retrieval of turns after block 2: mean and std of each run."""
-    for axes, measure in zip(figure.subplots(1, 2), ("linear top-1 %", "20-NN top-1 %")):
-        for run in list(LABELS)[1:]:     # the untrained encoder is far below
-            found = sweep.select(rows, run, "rot90 retrieval", 2)
-            accuracy = sweep.select(rows, run, measure, 6)
-            if found and accuracy:
-                x, x_std = sweep.mean_and_std(found)
-                y, y_std = sweep.mean_and_std(accuracy)
-                axes.errorbar(x, y, y_std, x_std, fmt="o", label=LABELS[run])
-        axes.xaxis.set_major_formatter("{x:.0%}")
-        axes.set(xlabel="retrieval of turns after block 2", ylabel=measure)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right")
+    """Left, linear accuracy, and retrieval after the block that has L_equiv (2 for MoCo-v3 and the
+    control); right, 20-NN, and retrieval after the last block. The heads of block 4 read two
+    blocks, not four, so the left panel leaves them out."""
+    left, right = figure.subplots(1, 2)
+    own = {run: BLOCKS.get(run, 2) for run in NAMES if run != "layer-4"}
+    panel(left, rows, "linear top-1 %", own)
+    panel(right, rows, "20-NN top-1 %", dict.fromkeys(NAMES, 6))
+    left.set(xlabel="retrieval of turns after the block of L_equiv")
+    right.set(xlabel="retrieval of turns after block 6, the last")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right")
 
 
 def retrieval(figure: Any, rows: Sequence[dict]) -> None:
-    """Retrieval of turns after block 2: a bar for the mean of each run, a line for its std."""
+    """Retrieval of turns after block 2: a bar for the mean, a dot for each seed, or the std where
+    seeds are lost."""
     axes = figure.subplots()
-    for run, label in LABELS.items():
-        found = sweep.select(rows, run, "rot90 retrieval", 2)
+    for run in ("untrained", "MoCo-v3", *ALONG_LAMBDA):
+        found = sweep.select(rows, run, TURNS, 2)
         if found:
+            label = LABELS.get(run, run)
             average, std = sweep.mean_and_std(found)
-            axes.bar(label, average, color="lightgray", yerr=std)
+            axes.bar(label, average, color="lightgray", yerr=std if None in found else None)
+            dots = [row["value"] for seed, row in found.items() if seed is not None]
+            axes.scatter([label] * len(dots), dots, color="C0", zorder=2)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set(title="share of tokens that find their place in the turned image")
 
 
 def draw(args: Namespace) -> None:
-    """Print the tables of a file of rows, and write the pictures."""
+    """Print the tables of files of rows, and write the pictures."""
     from matplotlib.figure import Figure
-    rows = read(args.rows, args.training.epochs, ser.b2_per_rank(args.training, 1))
+    paths = args.figures or Path(args.out).glob("*/rows.json")
+    rows = read(paths, args.training.epochs, ser.b2_per_rank(args.training, 1))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")
-        print(sweep.table(rows, baseline, BLOCKS))
+        print(sweep.table(rows, baseline, (2, 4, 6)))
 
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for plot in (tradeoff, retrieval):
         figure = Figure(figsize=(11, 4), layout="constrained")
         plot(figure, rows)
         figure.savefig(Path(args.out, f"{plot.__name__}.png"))
-    print(f"rows are in {args.rows}, pictures in {args.out}")
+    print(f"pictures are in {args.out}")
 
 
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py, `training` what they mean."""
     parser = sweep.arguments("imagenette")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
+    source.add_argument("--figures", nargs="+", metavar="ROWS", help="only show rows of files")
     parser.add_argument("--side", type=ser.count, help="copy the images, at this side, to OUT")
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES, help="runs to make")
-    parser.add_argument("--figures", metavar="ROWS", help="only show the rows of this file")
-    args, flags = parser.parse_known_args(argv)
-    if not args.data and not args.figures:
-        parser.error("--data must name a folder")
-    args.rows = args.figures or f"{args.out}/imagenette.json"
-    args.runs = [run for run in RUNS if run.name in args.names]
-    sweep.refuse_own_flags(args.runs, flags)
-    args.flags = [*FLAGS.split(), *flags]
+    args, given = parser.parse_known_args(argv)
+
+    args.flags = [*FLAGS.split(), *given]
     args.training = ser.parse([*args.flags, "--data", "given"])
+    args.runs = [run for run in RUNS if run.name in args.names]
+    sweep.check(args, given)
     if args.training.bf16 and not torch.cuda.is_available():
         args.launcher += " -m paper.experiments.imagenette --plain"
     return args
 
 
 def run_all(args: Namespace) -> None:
-    """Train and measure, and add the rows of each run as soon as it is ready."""
+    """Train and measure; write the rows of each run as soon as it is ready."""
+    images = len(ser.list_images(args.data)[0]) * len(args.runs) * len(args.seeds)
+    hours = images * args.training.epochs / RATE / 3600
+    print(f"the trainings take about {hours:.1f} hours of one CPU core at {RATE} images/s")
+
     if args.side:
         copies = Path(args.out, f"images-{args.side}")
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         args.data = str(copies)
 
-    for found in sweep.measure(args, HEADS):
-        if not args.print:
-            add(Path(args.rows), means(found, args.training))
+    for out, found in sweep.measure(args, HEADS):
+        rows = means(found, args.training)
+        Path(out, "rows.json").write_text(json.dumps(rows, indent=1))
 
 
 def main(args: Namespace) -> None:
     """Train and measure all, then show the results."""
-    if not args.figures:
+    if args.data:
         run_all(args)
     if not args.print:
         draw(args)

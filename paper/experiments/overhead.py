@@ -128,11 +128,19 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
 
 
 def time_steps(flags: Sequence[str], rounds: int) -> None:
-    """Print the time of a training step of MoCo-v3, and of SER with each r."""
-    flags = [*flags, "--batch-size", str(BATCH)]
-    steps = {"moco": training_step([*flags, *PLAIN])}
-    for ratio in RATIOS:
-        steps[f"ser {ratio}"] = training_step([*flags, "--ratio", ratio])
+    """Print memory on a GPU, and time of a training step of MoCo-v3, and of SER with each r."""
+    sides = {"moco": PLAIN} | {f"ser {ratio}": ["--ratio", ratio] for ratio in RATIOS}
+    steps = {}
+    for name, own in sides.items():
+        before = torch.cuda.memory_allocated()
+        step = training_step([*flags, "--batch-size", str(BATCH), *own])
+        step(0)     # makes the state of AdamW
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+            step(1)
+            memory = torch.cuda.max_memory_allocated() - before
+            print(f"{name}: {memory / 1e9:.1f} GB of the GPU")
+        steps[name] = step
     compare(steps, rounds, BATCH)
 
 

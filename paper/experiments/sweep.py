@@ -12,6 +12,7 @@ Flags of ser.py go to all runs. The table has means ± std over seeds, and in br
 difference to SER within a seed. Only what the sweep's own evaluations wrote, for the weights that
 are there, enters it. OUT/LIST.json has all of these results.
 """
+import importlib
 import json
 import shlex
 import subprocess
@@ -72,15 +73,21 @@ LISTS = {
         Run("augself-3", f"--layer 3 {PLAIN}", 68.23, AUGSELF)]}
 
 
-def refuse_own_flags(runs: Sequence[Run], given: Sequence[str]) -> None:
-    """Exit with one sentence if a run sets one of the given flags, perhaps shortened, itself."""
-    for run in runs:
+def check(args: Namespace, given: Sequence[str]) -> None:
+    """Exit with one sentence, before the first training, if a run cannot have its settings, or if
+    it sets one of the given flags, perhaps shortened, itself."""
+    for run in args.runs:
         # A given --ratio is never lost: the list r has its half and its double.
         own = ["--seed", *run.flags.replace(PLAIN, "").replace("--ratio", "").split()]
         for flag in given:
             name = flag.split("=")[0]
             if name.startswith("--") and any(word.startswith(name) for word in own):
                 sys.exit(f"{name}: the run {run.name} sets it itself")
+
+        program = importlib.import_module(run.script.split()[-1].removesuffix(".py"))
+        parse = getattr(program, "settings", ser.parse)
+        settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
+        ser.check_settings(settings, images=settings.batch_size, ranks=1)
 
 
 def call(words: Sequence[str], args: Namespace) -> None:
@@ -101,26 +108,28 @@ def rows_of(settings: Namespace) -> list[dict]:
     return [row for row in rows if made_by.items() <= row.items()]
 
 
-def measure(args: Namespace, evaluations: Sequence[str]) -> Iterator[list[dict]]:
-    """Train and evaluate each run. Yields the rows of a run's evaluations, with the keys "run" and
-    "seed"; "untrained" is the encoder with which SER began."""
+def measure(args: Namespace, evaluations: Sequence[str]) -> Iterator[tuple[str, list[dict]]]:
+    """Train and evaluate each run. Unless --print is given, yields its folder and the rows of its
+    evaluations, with the keys "run" and "seed"; "untrained" is the encoder that SER began with."""
     data = ["--data", args.data, "--workers", str(args.workers)]
     for seed, run in product(args.seeds, args.runs):
         out = f"{args.out}/{run.name}-{seed}"
         flags = [*args.flags, *run.flags.split(), *data, "--seed", str(seed), "--out", out]
         call([*run.script.split(), *flags], args)
 
-        names = {"trained": run.name}
-        if run.name == "SER":
-            names["untrained"] = "untrained"
         rows = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
             call(["eval_linear.py", *words], args)
             if not args.print:
                 rows += rows_of(eval_linear.parse(words))
-        yield [row | {"run": names[row["encoder"]], "seed": seed}
-               for row in rows if row["encoder"] in names]
+
+        names = {"trained": run.name}
+        if run.name == "SER":
+            names["untrained"] = "untrained"
+        if not args.print:
+            yield out, [row | {"run": names[row["encoder"]], "seed": seed}
+                        for row in rows if row["encoder"] in names]
 
 
 def select(rows: Sequence[dict], run: str, measure: str, block: int) -> dict:
@@ -184,7 +193,6 @@ def arguments(program: str) -> ArgumentParser:
     """The flags of sweep.py and imagenette.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data", help="folder with train/CLASS, val/CLASS")
     add("--out", default=f"runs/{program}", help="folder of the runs")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of all runs")
     add("--launcher", default=sys.executable, help="what runs a script: python, or torchrun")
@@ -196,24 +204,27 @@ def arguments(program: str) -> ArgumentParser:
 def settings(argv: Sequence[str] | None = None) -> Namespace:
     """The settings of a command line. `flags` are those of ser.py, `runs` the trainings."""
     parser = arguments("sweep")
+    parser.add_argument("--data", required=True, help="folder with train/CLASS, val/CLASS")
     parser.add_argument("--list", default="layers", choices=list(LISTS), help="what is run")
     args, args.flags = parser.parse_known_args(argv)
-    if not args.data:
-        parser.error("--data must name a folder")
+
     ratio = ser.parse([*args.flags, "--data", args.data]).ratio
     args.runs = []
     for run in [*LISTS[args.list], *SHARED]:
         flags = run.flags.format(half=ratio / 2, double=ratio * 2)
         args.runs.append(run._replace(flags=flags))
-    refuse_own_flags(args.runs, args.flags)
+    check(args, args.flags)
     return args
 
 
 def main(args: Namespace) -> None:
     """Run a list; write the rows, and print its table under the paper's numbers."""
-    rows = [row for found in measure(args, ["--cache --equivariance"]) for row in found]
+    rows = []
+    for _, found in measure(args, ["--cache --equivariance"]):
+        rows += found
     if args.print:
         return
+
     path = Path(args.out, f"{args.list}.json")
     path.write_text(json.dumps({"rows": rows}, indent=1))
     for run in args.runs:
