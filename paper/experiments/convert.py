@@ -18,8 +18,8 @@ import torch
 
 import ser
 
-# Width -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
-KNOWN = {192: 3, 384: 6, 768: 12, 1024: 16}
+# (width, depth) -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
+KNOWN = {(192, 12): 3, (384, 12): 6, (768, 12): 12, (1024, 24): 16}
 
 
 def from_timm(path: str, heads: int) -> dict:
@@ -41,10 +41,10 @@ def from_timm(path: str, heads: int) -> dict:
     patch = weights["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
-    known = 12 if of_moco else KNOWN.get(dim)     # all ViTs of moco-v3 have 12
+    known = 12 if of_moco else KNOWN.get((dim, depth))     # all ViTs of moco-v3 have 12
     heads = heads or checkpoint.get("heads", known)
     if not heads:
-        sys.exit(f"--heads: how many attention heads has a block of width {dim}?")
+        sys.exit(f"--heads: how many attention heads have {depth} blocks of width {dim}?")
     shape = dict(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth, heads=heads)
     args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))     # else, ser.py's defaults
     args.data = "images of another program"            # hence evaluations ask for --data

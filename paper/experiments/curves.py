@@ -13,10 +13,16 @@ from typing import Any, Sequence
 
 
 def losses(run: str, key: str) -> dict[int, float]:
-    """Step -> loss. A continued run may log a step again, and then its last line counts."""
-    lines = Path(run, "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record[key] for record in records if key in record}
+    """Step -> loss. A killed run has logged steps after its last checkpoint; the lines of the
+    continued run replace them."""
+    kept: dict[int, float] = {}
+    for line in Path(run, "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if key in record:
+            step = record["step"]
+            kept = {past: loss for past, loss in kept.items() if past < step}
+            kept[step] = record[key]
+    return kept
 
 
 def plot(figure: Any, runs: Sequence[str]) -> None:

@@ -4,12 +4,12 @@
     python -m paper.experiments.overhead --rows step                      training steps
     python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
-The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, and 43.4 M and 18.63 G
-for SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
+The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
+SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
 the online and the momentum branch. 18.63 G result if each of 8 GPUs computes L_equiv of all anchors
-in both directions, with the tokens of both views as keys. The agreement may be chance, as the
-release's code for two views has keys of the other view only: by its own count it is 18.544 G. A GPU
-of ser.py computes L_equiv of its own anchors in one direction, for less than the late [CLS] saves.
+in both directions, with the tokens of both views as keys. The release's code for two views has keys
+of the other view only, which gives 18.544 G, so the agreement may be chance. A GPU of ser.py
+computes L_equiv of its own anchors in one direction, for less than the late [CLS] saves.
 
 Flags of ser.py, such as --bf16, go on to `step`.
 """
@@ -39,7 +39,6 @@ RATIOS = ("0.01", "0.06") if CUDA else ("0.125", "0.25")
 BASELINES = ("augself", "equimod", "stl", "essl")
 
 
-# ==== Counts: on the device "meta", where tensors have a shape and no values ======================
 def macs(work: Callable[[], Any]) -> float:
     """MACs of the matrix products and convolutions of `work`."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -47,28 +46,27 @@ def macs(work: Callable[[], Any]) -> float:
     return counter.get_total_flops() / 2
 
 
-def parameters(model: torch.nn.Module) -> int:
-    """The number of those that are trained."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
 def count() -> dict[str, float]:
     """Trained parameters of each method; MACs of an image, as the paper counts, by MoCo-v3 and SER,
-    whose b2 has 3 of 256 images on each of 8 GPUs."""
-    counts: dict[str, float] = {}
+    whose b2 has 3 of 256 images on each of 8 GPUs. On the device "meta" tensors have no values."""
     given = ["--data", "given"]     # without --data, models are small
     x = torch.empty(1, 3, 224, 224, device="meta")
+    counts: dict[str, float] = {}
     with torch.device("meta"):
-        for name, flags in (("moco", PLAIN), ("ser", [])):
-            model = ser.build(ser.parse([*given, *flags])).eval()
-            base = model.base
-            online = macs(lambda: base.predictor(base.projector(base.encoder(x).cls)))
-            momentum = macs(lambda: base.momentum_projector(base.momentum_encoder(x).cls))
-            counts[f"{name}: parameters"] = parameters(model)
-            counts[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
+        models = {"moco": ser.build(ser.parse([*given, *PLAIN])),
+                  "ser": ser.build(ser.parse(given))}
         for name in BASELINES:
             method = importlib.import_module(f"paper.methods.{name}")
-            counts[f"{name}: parameters"] = parameters(method.build(method.settings(given)))
+            models[name] = method.build(method.settings(given))
+
+    for name, model in models.items():
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        counts[f"{name}: parameters"] = sum(trained)
+    for name in ("moco", "ser"):
+        base = models[name].eval().base
+        online = macs(lambda: base.predictor(base.projector(base.encoder(x).cls)))
+        momentum = macs(lambda: base.momentum_projector(base.momentum_encoder(x).cls))
+        counts[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
 
     anchors = 3 * 196                                     # of a GPU
     projector = 2 * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
@@ -83,7 +81,6 @@ def count() -> dict[str, float]:
     return counts
 
 
-# ==== Clock =======================================================================================
 def training_step(flags: Sequence[str]) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number. It begins with decoded
     crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""

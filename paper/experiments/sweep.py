@@ -3,14 +3,14 @@
     python -m paper.experiments.sweep --list lambda --data /imagenet --print     command lines only
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet where its text
-or its tables have it. Table 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv
-after block 3 .840, after 9 .888, after 12 .924. Here heads are trained on one centre crop of each
-image, not on random crops, so compare runs with each other.
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet where it has
+one. Table 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3
+.840, after 9 .888, after 12 .924. Here heads are trained on one centre crop of each image, not on
+random crops, so compare runs with each other. Flags of ser.py go to all runs.
 
-Flags of ser.py go to all runs. The table has means ± std over seeds, and in brackets those of the
-difference to SER within a seed. Only what the sweep's own evaluations wrote, for the weights that
-are there, enters it. OUT/LIST.json has all of these results.
+The table has means ± std over seeds, and in brackets those of the difference to SER within a seed.
+Only what the sweep's own evaluations wrote, for the weights that are there, enters it and
+OUT/LIST.json.
 """
 import importlib
 import json
@@ -171,14 +171,13 @@ def spread(found: dict, digits: int) -> str:
 def table(rows: Sequence[dict], baseline: str, blocks: Sequence[int]) -> str:
     """A column for each run; a line for each accuracy on val, and for each measure of equivariance
     after `blocks`. Where val lacks classes, accuracies are those among all classes."""
-    runs = list(dict.fromkeys(row["run"] for row in rows))
+    runs = sorted({row["run"]: 0 for row in rows}, key=lambda run: run != "untrained")
     lines = [["", *runs], ["---"] * (1 + len(runs))]
     measures = dict.fromkeys((row["measure"], row["block"]) for row in rows)
     for measure, block in measures:
-        accuracy = "%" in measure
-        if not accuracy and block not in blocks:
+        if "%" not in measure and block not in blocks:
             continue
-        digits = 1 if accuracy else 3
+        digits = 1 if "%" in measure else 3
         base = select(rows, baseline, measure, block)
         line = [f"{measure}, block {block}"]
         for run in runs:

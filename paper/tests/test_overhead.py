@@ -1,4 +1,6 @@
 """What is counted, and that the steps that are timed are those of training."""
+from functools import partial
+
 import pytest
 import torch
 from torchvision.utils import save_image
@@ -18,19 +20,19 @@ def test_the_counts_are_the_papers():
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
         "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
 
-@pytest.mark.parametrize("name, flags, images, dtype", [
-    ("moco", "--ratio 0.25 --bf16", [8, 8], torch.bfloat16),
-    ("ser", "--ratio 0.25 --cls-layer 1", [6, 2, 6, 2], torch.float32)])
-def test_a_timed_step_trains_the_whole_model(name, flags, images, dtype, monkeypatch):
-    """On two views, MoCo-v3 without b2, and in bf16 if asked."""
-    monkeypatch.setattr(overhead, "BATCH", 8)
-    args, build = overhead.method(name, [*TOY, *flags.split()])
-    model = build(args)
+@pytest.mark.parametrize("flags, images, dtype", [
+    ("--ratio 0 --cls-layer 0 --bf16", [8, 8], torch.bfloat16),
+    ("--ratio 0.25 --cls-layer 1", [6, 2, 6, 2], torch.float32)])
+def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
+    """On two views, without and with b2, and in bf16 if asked."""
+    flags = [*TOY, *flags.split()]
+    model = ser.build(ser.parse(["--data", "given", *flags]))
+    monkeypatch.setattr(ser, "build", lambda args: model)
     before = {key: p.clone() for key, p in model.named_parameters() if "patch_embed" not in key}
     seen = []
     project = model.base.encoder.blocks[0].attn["qkv"]
     project.register_forward_hook(lambda _, given, out: seen.append((len(out), out.dtype)))
-    step = overhead.training_step(args, lambda args: model)
+    step = overhead.training_step(flags)
     step(0)
     step(1)     # the first one leaves the momentum branch as it is
     assert seen == 2 * [(size, dtype) for size in images]
@@ -40,42 +42,58 @@ def test_a_timed_step_trains_the_whole_model(name, flags, images, dtype, monkeyp
 def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
     for number in range(3):
         save_image(torch.rand(3, 40, 30), tmp_path / f"{number}.png")
-    made = {"moco-v3": 0, "ser": 0}
+    made = []
 
     def counting(name, function):
         def count(*given):
-            made[name] += 1
+            made.append(name)
             return function(*given)
         return count
 
-    monkeypatch.setattr(overhead.T.Compose, "__call__", counting(
-        "moco-v3", overhead.T.Compose.__call__))
+    recipe = overhead.T.Compose
+    monkeypatch.setattr(recipe, "__call__", counting("moco-v3", recipe.__call__))
     monkeypatch.setattr(ser, "sample_view", counting("ser", ser.sample_view))
-    sides = {}
-    monkeypatch.setattr(overhead, "compare", lambda named, rounds, n: sides.update(named))
-    overhead.time_loader(str(tmp_path), 1)
-    for side in sides.values():
-        side(0)
-    assert made == {"moco-v3": 6, "ser": 6}
+    settings = overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split())
+    overhead.main(settings)
+    assert made.count("moco-v3") == made.count("ser") == 2 * 2 * 3
 
 
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
     """b takes 1.5 and 2 times as long as a; the round that does not count, 100 s a side."""
     seconds = {("a", 1): 2.0, ("b", 1): 3.0, ("a", 2): 6.0, ("b", 2): 12.0}
-    clock, called = [0.0], []
+    clock = [0.0]
+    called = []
+
     def side(name, number):
         called.append(name)
         clock[0] += seconds.get((name, number), 100)
+
     monkeypatch.setattr(overhead.time, "perf_counter", lambda: clock[0])
-    overhead.compare({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, 2, 12)
+    overhead.compare({name: partial(side, name) for name in "ab"}, 2, 12)
     assert called == ["a", "b", "b", "a", "a", "b"]
-    _, second = map(str.split, capsys.readouterr().out.splitlines())
+    second = capsys.readouterr().out.splitlines()[1].split()
     assert second[:7] == ["b", "7.5000", "s", "1.6", "images/s", "1.750x", "(1.500-2.000)"]
 
-def test_the_rows_of_a_clock_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(overhead, "BATCH", 8)
-    save_image(torch.rand(3, 40, 30), tmp_path / "1.png")
-    monkeypatch.setattr(overhead, "SIDES", [("moco", "0"), ("ser", "0.25")])
-    overhead.main(overhead.settings(["--rows", "step", "loader", "--data", str(tmp_path),
-                                     "--rounds", "1", "--cls-layer", "1", *TOY]))
-    assert capsys.readouterr().out.count("images/s") == 4
+
+def test_steps_of_all_sides_are_compared_and_on_a_gpu_their_memory_is_told(monkeypatch, capsys):
+    """MoCo-v3 has no b2 and no late [CLS]. The peak is that after AdamW has its state, less what
+    was there before."""
+    peaks = [9e9]
+    for name, answer in (("memory_allocated", lambda: 1e9), ("max_memory_allocated", peaks.pop),
+                         ("reset_peak_memory_stats", lambda: peaks.append(3.5e9))):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    sides = []
+
+    def training_step(flags):
+        args = ser.parse(["--data", "given", *flags])
+        sides.append((args.ratio, args.cls_layer, args.batch_size, args.bf16))
+        return lambda number: None
+
+    monkeypatch.setattr(overhead, "training_step", training_step)
+    monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
+    monkeypatch.setattr(overhead, "CUDA", True)
+    overhead.main(overhead.settings("--rows step --rounds 3 --bf16".split()))
+    assert sides == [(0, 0, 16, True), (0.125, 3, 16, True), (0.25, 3, 16, True)]
+    assert capsys.readouterr().out.splitlines() == [
+        "moco: 2.5 GB of the GPU", "ser 0.125: 2.5 GB of the GPU", "ser 0.25: 2.5 GB of the GPU",
+        "moco ser 0.125 ser 0.25 3 16"]

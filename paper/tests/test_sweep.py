@@ -8,8 +8,9 @@ import torch
 
 import eval_linear
 import ser
-from paper.experiments import sweep
+from paper.experiments import imagenette, sweep
 from paper.tests.toys import class_folders
+
 
 def run_here(command, check):
     """In place of a process: ser.py, a method or eval_linear.py, in this one."""
@@ -22,12 +23,13 @@ def run_here(command, check):
         module = importlib.import_module(words[0])
         ser.train(module.settings(words[1:]), module.build, module.dataset)
 
+
 @pytest.mark.parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     """Each line is one that its program takes, and whose model can be built."""
     argv = f"--list {name} --data D --seeds 3 --print --launcher python --ratio 0.25".split()
     sweep.main(sweep.settings(argv))
-    _, *lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = {}
     for training, evaluation in zip(lines[::2], lines[1::2]):
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
@@ -45,8 +47,8 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
-    of_ser = sweep.Run("SER", 69, "--equiv-layers 1 --cls-layer 1 --ratio .25")
-    of_equimod = sweep.Run("equi", 69.51, f"--layer 1 {sweep.PLAIN}", "equimod")
+    of_ser = sweep.Run("SER", "--equiv-layers 1 --cls-layer 1 --ratio .25", 69)
+    of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, sweep.EQUIMOD)
     monkeypatch.setattr(sweep, "SHARED", [of_ser])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
     class_folders(tmp_path / "train", per_class=3)
@@ -55,34 +57,37 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
             "--image-size 16 --patch-size 4 --dim 16 --heads 2 --moco-hidden 16 --batch-size 8 "
             "--epochs 1 --warmup-epochs 0 --base-lr 0.1").split()
     sweep.main(sweep.settings(argv))
-    written = (tmp_path / "runs" / "r.json").read_text()
-    theirs = json.loads((tmp_path / "runs" / "SER-5" / "eval.json").read_text())["rows"]
+    out = tmp_path / "runs"
+    written = (out / "r.json").read_text()
+    results = json.loads((out / "SER-5" / "eval.json").read_text())
+    theirs = results["rows"]
     names = {"trained": "SER", "untrained": "untrained"}
     assert json.loads(written)["rows"][-len(theirs):] == [
         row | {"run": names[row["encoder"]], "seed": 5} for row in theirs]
     table = capsys.readouterr().out
     assert "| untrained | equi | SER |" in table and "| linear top-1 %, block 2 | " in table
-    # An evaluation by hand, on other images, changes nothing.
-    out = tmp_path / "runs" / "SER-5"
-    run_here(["", "eval_linear.py", "--checkpoint", f"{out}/last.pt", "--data", str(tmp_path),
-              "--val", str(tmp_path / "train"), "--workers", "0", "--cache"], True)
-    sweep.main(sweep.settings(argv))
-    log = (tmp_path / "runs" / "SER-4" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
-    assert (tmp_path / "runs" / "r.json").read_text() == written
 
-def test_what_cannot_be_is_said_before_the_first_training():
-    """Flags that a run sets, and runs that the encoder cannot have; --ratio has its multiples."""
-    for words, sentence in (("lambda --weight 0.3", "--weight: the run lambda-0"),
-                            ("layers --cls-layer 2", "--cls-layer"), ("group --seed 1", "--seed"),
-                            ("layers --depth 6", "--cls-layer 9|--depth"),
-                            ("decoupling --depth 6", "--layer 12")):
-        with pytest.raises(SystemExit, match=sentence):
-            sweep.settings(f"--data D --list {words}".split())
-    with pytest.raises(SystemExit, match="--cls-layer 6"):
-        sweep.settings([])     # synthetic images have a small ViT
-    args = sweep.settings("--data D --list lambda --cls-layer 2 --equiv-layers 2".split())
-    assert args.runs[-1] == sweep.SHARED[-1]
+    # Rows of other weights, and of an evaluation by hand, change nothing.
+    row = theirs[-1]
+    by_hand = row["settings"] | {"val": "elsewhere"}
+    theirs += [row | {"weights": "others"}, row | {"settings": by_hand}]
+    (out / "SER-5" / "eval.json").write_text(json.dumps(results))
+    sweep.main(sweep.settings(argv))
+    log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
+    assert (out / "r.json").read_text() == written
+
+@pytest.mark.parametrize("script, flags, told", [
+    (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
+    (sweep, "--list layers --cls-layer 2", "--cls-layer"),
+    (sweep, "--list group --seed=1", "--seed"),
+    (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
+    (sweep, "--list decoupling --depth 6", "--layer 12"),
+    (imagenette, "--equiv 2", "--equiv: the run layer-4"), (imagenette, "--depth 4", "--depth")])
+def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
+    """Flags that a run sets, and runs that the encoder cannot have."""
+    with pytest.raises(SystemExit, match=told):
+        script.settings(["--data", "D", *flags.split()])
 
 
 def test_no_rot90_leaves_out_rot90():
