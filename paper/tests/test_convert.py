@@ -9,8 +9,10 @@ from paper.tests.toys import seeded, toy_checkpoint
 
 IMAGES = torch.randn(3, 3, 16, 16, generator=seeded(1))
 
+
 def run(*words):
     convert.convert(convert.settings([str(word) for word in words]))
+
 
 def shaken_timm(heads):
     """timm's ViT of the toy's sizes, with random weights everywhere."""
@@ -20,6 +22,7 @@ def shaken_timm(heads):
         torch.nn.init.normal_(p, std=0.3, generator=seeded(len(p)))
     return vit
 
+
 @pytest.mark.parametrize("heads, flags", [(2, ["--heads", 2]), (6, []), (12, [])])
 def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypatch):
     """Two bare state dicts, --heads and a known model's, and moco-v3's checkpoint, which has 12."""
@@ -27,9 +30,8 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
     vit = shaken_timm(heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
     if heads == 12:
-        moco = {"module.predictor.0.weight": torch.zeros(1)}
-        for branch, factor in (("base", 1), ("momentum", 2)):
-            moco |= {f"module.{branch}_encoder.{name}": factor * w for name, w in state.items()}
+        moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
+        moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
         state = {"epoch": 300, "state_dict": moco}
     torch.save(state, tmp_path / "timm.pth")
     out = tmp_path / "new" / "last.pt"
@@ -38,8 +40,9 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
         assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
     assert torch.load(out, weights_only=True)["settings"]["data"]     # evaluations ask for --data
 
+
 def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
-    """With its number of heads. For bare weights of no known model, one has to name it."""
+    """With its number of heads."""
     path = toy_checkpoint(tmp_path, dim=24, depth=2, cls_layer=0, heads=4)
     run("--to-timm", path, tmp_path / "timm.pth")
     vit = shaken_timm(4)
@@ -49,9 +52,7 @@ def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
     with torch.no_grad():
         assert_close(vit(IMAGES), ser.load_encoder(path)(IMAGES).cls)
         assert_close(back(IMAGES).cls, vit(IMAGES))
-    torch.save(vit.state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(SystemExit, match="--heads"):
-        run("--from-timm", tmp_path / "bare.pth", tmp_path / "back.pt")
+
 
 def test_timms_models_have_the_heads_that_are_known():
     timm = pytest.importorskip("timm")
@@ -62,17 +63,18 @@ def test_timms_models_have_the_heads_that_are_known():
         assert heads == vit.blocks[0].attn.num_heads, size
 
 
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
-    path = tmp_path / "resnet.pth"
-    torch.save({"conv1.weight": torch.zeros(1)}, path)
-    for flag in ("--from-timm", "--to-timm", "--encoder-only"):
-        with pytest.raises(SystemExit, match="resnet.pth"):
-            run(flag, path, tmp_path / "new.pt")
+def test_unknown_heads_are_asked_for_and_what_is_no_vit_is_named(tmp_path):
+    path = tmp_path / "weights.pth"
+    for state, told in ((shaken_timm(4).state_dict(), "--heads"), ({"conv1.weight": 0}, str(path))):
+        torch.save(state, path)
+        with pytest.raises(SystemExit, match=told):
+            run("--from-timm", path, tmp_path / "new.pt")
 
 
 def test_a_late_cls_does_not_go_to_timm_and_encoder_only_keeps_what_evaluations_read(tmp_path):
     with pytest.raises(SystemExit, match="after block 1"):
         run("--to-timm", toy_checkpoint(tmp_path), tmp_path / "timm.pth")
     run("--encoder-only", tmp_path / "last.pt", tmp_path / "small.pt")
-    kept, there = [torch.load(tmp_path / f"{x}.pt", weights_only=True) for x in ("small", "last")]
-    assert str(kept) == str({name: there[name] for name in ("step", "settings", "encoder")})
+    kept = ser.load(tmp_path / "small.pt")
+    whole = ser.load(tmp_path / "last.pt")
+    assert str(kept) == str({name: whole[name] for name in ("step", "settings", "encoder")})

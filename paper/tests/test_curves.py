@@ -8,11 +8,13 @@ import pytest
 from paper.experiments import curves
 
 
-def write_log(folder, *steps, key="inv"):
-    """A log of (step, loss), and at its start settings."""
+def write_log(folder, key, *steps):
+    """A log that begins with settings; steps: (number, loss) of each. Returns the folder."""
     folder.mkdir()
-    lines = [json.dumps({"step": step, key: loss}) for step, loss in steps]
-    (folder / "log.jsonl").write_text("\n".join(['{"seed": 0}', *lines]))
+    lines = ['{"seed": 0}']
+    for number, loss in steps:
+        lines.append(json.dumps({"step": number, key: loss}))
+    (folder / "log.jsonl").write_text("\n".join(lines))
     return str(folder)
 
 
@@ -21,13 +23,13 @@ def test_the_picture_has_both_losses_of_each_run(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     shown = []
     monkeypatch.setattr(figure, "savefig", lambda *saved: shown.append(saved))
-    moco = write_log(tmp_path / "moco", (4, 1), (7, 2), (8, 2), (5, 3), (8, 4))
-    own = write_log(tmp_path / "ser", (3, 7), key="equiv")
+    moco = write_log(tmp_path / "moco", "inv", (4, 1), (7, 2), (8, 2), (5, 3), (8, 4))
+    own = write_log(tmp_path / "ser", "equiv", (3, 7))
     monkeypatch.setattr(sys, "argv", ["curves", moco, own, "--out", "new.png"])
     runpy.run_path(curves.__file__, run_name="__main__")
-    [(picture, path)] = shown
+    picture, path = shown[0]
     assert path == "new.png"
-    wanted = ([[[4, 1], [5, 3], [8, 4]], []], [[], [[3, 7]]])
-    for axes, lines in zip(picture.axes, wanted, strict=True):
-        assert [line.get_xydata().tolist() for line in axes.lines] == lines
+    for axes, wanted in zip(picture.axes, ([[[4, 1], [5, 3], [8, 4]], []], [[], [[3, 7]]])):
+        places = [line.get_xydata().tolist() for line in axes.lines]
+        assert places == wanted
     assert [text.get_text() for text in picture.legends[0].get_texts()] == [moco, own]
