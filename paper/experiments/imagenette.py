@@ -101,7 +101,7 @@ def means(found: Sequence[dict], training: Namespace) -> list[dict]:
     return [row | {"value": mean(row["values"])} for row in rows.values()]
 
 
-def read(paths: Iterable, epochs: float = 20, b2: int = 16) -> list[dict]:
+def read(paths: Iterable, epochs: float, b2: int) -> list[dict]:
     """The rows of files, of runs with so many epochs and images of b2, in the order of RUNS."""
     order = ["untrained", *NAMES]
     rows = []
@@ -212,8 +212,9 @@ def run_all(args: Namespace) -> None:
         args.data = str(copies)
 
     for out, found in sweep.measure(args, HEADS):
-        rows = means(found, args.training)
-        Path(out, "rows.json").write_text(json.dumps(rows, indent=1))
+        if not args.print:
+            rows = means(found, args.training)
+            Path(out, "rows.json").write_text(json.dumps(rows, indent=1))
 
 
 def main(args: Namespace) -> None:

@@ -37,8 +37,6 @@ class Run(NamedTuple):
 
 # A run without b2, which the flags of b2 do not concern.
 PLAIN = "--ratio 0 --cls-layer 0"
-EQUIMOD = "-m paper.methods.equimod"
-AUGSELF = "-m paper.methods.augself"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
 # Choice: [CLS] enters after L_equiv's block; with all layers after block 3. After block 12 no block
 # is left: there [CLS] enters at the input.
@@ -67,10 +65,10 @@ LISTS = {
         Run("lambda-5", "--weight 5", 68.73),
         Run("lambda-10", "--weight 10", 68.67)],
     "decoupling": [
-        Run("equimod-12", f"--layer 12 {PLAIN}", 68.95, EQUIMOD),
-        Run("equimod-3", f"--layer 3 {PLAIN}", 69.51, EQUIMOD),
-        Run("augself-12", f"--layer 12 {PLAIN}", 67.55, AUGSELF),
-        Run("augself-3", f"--layer 3 {PLAIN}", 68.23, AUGSELF)]}
+        Run("equimod-12", f"--layer 12 {PLAIN}", 68.95, "-m paper.methods.equimod"),
+        Run("equimod-3", f"--layer 3 {PLAIN}", 69.51, "-m paper.methods.equimod"),
+        Run("augself-12", f"--layer 12 {PLAIN}", 67.55, "-m paper.methods.augself"),
+        Run("augself-3", f"--layer 3 {PLAIN}", 68.23, "-m paper.methods.augself")]}
 
 
 def check(args: Namespace, given: Sequence[str]) -> None:
@@ -109,27 +107,25 @@ def rows_of(settings: Namespace) -> list[dict]:
 
 
 def measure(args: Namespace, evaluations: Sequence[str]) -> Iterator[tuple[str, list[dict]]]:
-    """Train and evaluate each run. Unless --print is given, yields its folder and the rows of its
-    evaluations, with the keys "run" and "seed"; "untrained" is the encoder that SER began with."""
+    """Train and evaluate each run. Yields its folder and the rows of its evaluations (none with --print),
+    with the keys "run" and "seed"; "untrained" is the encoder that SER began with."""
     data = ["--data", args.data, "--workers", str(args.workers)]
     for seed, run in product(args.seeds, args.runs):
         out = f"{args.out}/{run.name}-{seed}"
         flags = [*args.flags, *run.flags.split(), *data, "--seed", str(seed), "--out", out]
         call([*run.script.split(), *flags], args)
 
+        names = {"trained": run.name}
+        if run.name == "SER":
+            names["untrained"] = "untrained"
         rows = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
             call(["eval_linear.py", *words], args)
             if not args.print:
                 rows += rows_of(eval_linear.parse(words))
-
-        names = {"trained": run.name}
-        if run.name == "SER":
-            names["untrained"] = "untrained"
-        if not args.print:
-            yield out, [row | {"run": names[row["encoder"]], "seed": seed}
-                        for row in rows if row["encoder"] in names]
+        yield out, [row | {"run": names[row["encoder"]], "seed": seed}
+                    for row in rows if row["encoder"] in names]
 
 
 def select(rows: Sequence[dict], run: str, measure: str, block: int) -> dict:

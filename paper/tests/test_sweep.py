@@ -49,7 +49,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
     of_ser = sweep.Run("SER", "--equiv-layers 1 --cls-layer 1 --ratio .25", 69)
-    of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, sweep.EQUIMOD)
+    of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
     monkeypatch.setattr(sweep, "SHARED", [of_ser])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
     class_folders(tmp_path / "train", per_class=3)
@@ -104,9 +104,9 @@ def test_the_table_has_means_and_differences_within_a_seed():
     rows = []
     for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 0, 50), ("b", 1, 52)):
         for measure, block, number in (("20-NN top-1 %", 6, value), ("20-NN top-1 %", 6, 0),
-                                       ("a cosine", 2, value / 100), ("a cosine", 22, 9)):
+                                       ("cosine", 2, value / 100), ("cosine", 22, 9)):
             place = {"run": run, "seed": seed, "measure": measure, "block": block}
             rows.append(place | {"value": number})
     assert sweep.table(rows, "b", (1, 2)).splitlines()[2:] == [
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
-        "| a cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |"]
+        "| cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |"]
