@@ -27,8 +27,8 @@ def run_here(command, check):
 @pytest.mark.parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     """Each line is one that its program takes, and whose model can be built."""
-    argv = f"--list {name} --data D --seeds 3 --print --launcher python --ratio 0.25".split()
-    sweep.main(sweep.settings(argv))
+    argv = f"--list {name} --data D --seeds 3 --print --launcher python --ratio 0.25 --workers 3"
+    sweep.main(sweep.settings(argv.split()))
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = {}
     for training, evaluation in zip(lines[::2], lines[1::2]):
@@ -39,7 +39,8 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         assert (settings.depth, settings.dim, settings.seed) == (12, 384, 3)
         trained[str((program, vars(settings) | {"out": ""}))] = settings.ratio
         known = eval_linear.arguments().parse_args(evaluation[1:])
-        assert known.checkpoint == f"{settings.out}/last.pt" and known.data == settings.data == "D"
+        assert known.checkpoint == f"{settings.out}/last.pt"
+        assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
         if settings.out.endswith("layer-9-3"):
             assert settings.cls_layer == 9 and list(model.projectors) == ["9"]
     assert len(trained) == len(lines) / 2 >= 4
@@ -48,7 +49,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", run_here)
-    of_ser = sweep.Run("SER", "--equiv-layers 1 --cls-layer 1 --ratio .25", 69)
+    of_ser = sweep.Run("SER", "--equiv-layers 1 --ratio .25", 69)
     of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
     monkeypatch.setattr(sweep, "SHARED", [of_ser])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
@@ -56,7 +57,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     class_folders(tmp_path / "val", per_class=1, seed=6)
     argv = (f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --depth 2 "
             "--image-size 16 --patch-size 4 --dim 16 --heads 2 --moco-hidden 16 --batch-size 8 "
-            "--epochs 1 --warmup-epochs 0 --base-lr 0.1").split()
+            "--epochs 1 --warmup-epochs 0 --base-lr 0.1 --cls-layer 1").split()
     sweep.main(sweep.settings(argv))
     out = tmp_path / "runs"
     written = (out / "r.json").read_text()
@@ -65,8 +66,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     names = {"trained": "SER", "untrained": "untrained"}
     assert json.loads(written)["rows"][-len(theirs):] == [
         row | {"run": names[row["encoder"]], "seed": 5} for row in theirs]
-    table = capsys.readouterr().out
-    assert "| untrained | equi | SER |" in table and "| linear top-1 %, block 2 | " in table
+    assert "| untrained | equi | SER |" in capsys.readouterr().out
 
     # Rows of other weights, and of an evaluation by hand, change nothing.
     row = theirs[-1]
@@ -85,7 +85,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
     (sweep, "--list decoupling --depth 6", "--layer 12"),
-    (imagenette, "--equiv 2", "--equiv: the run layer-4"), (imagenette, "--depth 4", "--depth")])
+    (imagenette, "--equiv 2", "--equiv: the run layer-4")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     """Flags that a run sets, and runs that the encoder cannot have."""
     with pytest.raises(SystemExit, match=told):
