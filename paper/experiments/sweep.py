@@ -107,8 +107,8 @@ def rows_of(settings: Namespace) -> list[dict]:
 
 
 def measure(args: Namespace, evaluations: Sequence[str]) -> Iterator[tuple[str, list[dict]]]:
-    """Train and evaluate each run. Yields its folder and the rows of its evaluations (none with --print),
-    with the keys "run" and "seed"; "untrained" is the encoder that SER began with."""
+    """Train and evaluate each run. Yields its folder and the rows of its evaluations, with the keys
+    "run" and "seed"; "untrained" is the encoder that SER began with. With --print, no rows."""
     data = ["--data", args.data, "--workers", str(args.workers)]
     for seed, run in product(args.seeds, args.runs):
         out = f"{args.out}/{run.name}-{seed}"
