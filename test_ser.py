@@ -4,8 +4,7 @@ Fast code is compared with slow oracles, a whole run of ser.train with a plain r
 Sections 1 to 9 are those of ser.py, 10 is eval_linear.py, 11 the READMEs.
 """
 import os
-if "TEST_ON_GPU" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""     # before torch looks: tests compare CPU tensors
+os.environ["CUDA_VISIBLE_DEVICES"] = ""     # before torch looks: tests compare CPU tensors
 
 import contextlib
 import copy
@@ -20,8 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -31,8 +28,9 @@ import torchvision.transforms.functional as TF
 from PIL import Image
 from pytest import approx
 from torch import nn
+from torch.multiprocessing import ProcessExitedException, start_processes
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from torchvision.transforms import RandomResizedCrop, v2
 
 import eval_linear
@@ -43,9 +41,10 @@ parametrize = pytest.mark.parametrize
 torch.set_num_threads(1)     # sums depend on the number of threads; runs are compared bit for bit
 
 HERE = Path(ser.__file__).resolve().parent
-TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, cls_layer=1, equiv_layers=[1],
-           ratio=0.5, moco_hidden=16, batch_size=8, epochs=2.0, warmup_epochs=0.4, crop_min=0.3,
-           workers=0, log_every=1)
+TOY = dict(
+    image_size=16, patch_size=4, dim=16, depth=3, heads=2, moco_hidden=16, cls_layer=1,
+    equiv_layers=[1], ratio=0.5, crop_min=0.3, batch_size=8, epochs=2.0,
+    warmup_epochs=0.4, workers=0, log_every=1)
 
 
 def toy(data="", out="", **changes):
@@ -100,12 +99,10 @@ def last(out):
 
 
 def log_of(out):
-    lines = []
-    for text in Path(out, "log.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        if "step" in line:
-            del line["images_per_s"]
-        lines.append(line)
+    text = Path(out, "log.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        line.pop("images_per_s", None)
     return lines
 
 
@@ -141,53 +138,33 @@ def folder(tmp_path_factory):
 
 
 # ==== Processes =========================================================================
-def begin(main, *arguments):
-    """A process that runs main(*arguments), from a server that has imported torch once for all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=main, args=arguments)
-    process.start()
-    return process
+# Processes come from a server that has imported torch once for all.
+multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
 
 
-def become_rank(main, rank, ranks, port, *folders):
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
-                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))     # as torchrun does
-    try:
-        found = main(rank, ranks, *folders)
-        torch.save(found, f"{folders[0]}/{rank}.pt")
-    except BaseException:
-        Path(folders[0], f"{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)
+def become_rank(rank, main, ranks, port, *folders):
+    """What torchrun does, and then `main`."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = main(rank, ranks, *folders)
+    torch.save(found, f"{folders[0]}/{rank}.pt")
     os._exit(0)     # gloo's threads can abort an interpreter that ends normally, all work done
 
 
 def run_ranks(main, ranks, *folders, seconds=100):
-    """What main(rank, ranks, *folders) returns in a process for every rank. All are killed as soon
-    as one fails, or when time is over; the failure names the rank and has its traceback."""
+    """What main(rank, ranks, *folders) returns in a process for every rank. When one fails, its
+    number and traceback are raised, and the others end; at the latest they end with pytest."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        _, port = free.getsockname()
 
-    workers = [begin(become_rank, main, rank, ranks, port, *folders) for rank in range(ranks)]
+    arguments = (main, ranks, port, *folders)
+    workers = start_processes(
+        become_rank, arguments, ranks, join=False, daemon=True, start_method="forkserver")
+    for _ in range(ranks):
+        done = workers.join(seconds)     # returns when one more of them has ended
+    assert done, f"of {ranks} ranks none has ended for {seconds} s"
 
-    end = time.monotonic() + seconds
-    codes = [None]
-    while None in codes and not any(codes) and time.monotonic() < end:
-        time.sleep(0.02)
-        codes = [worker.exitcode for worker in workers]
-
-    for worker in workers:
-        worker.kill()
-        worker.join()
-
-    for rank, code in enumerate(codes):
-        if code:
-            told = Path(folders[0], f"{rank}.txt")
-            reason = told.read_text() if told.exists() else ""
-            pytest.fail(f"rank {rank} of {ranks} ended with {code}\n{reason}")
-
-    assert None not in codes, f"after {seconds} s, exit codes of the ranks are {codes}"
     return [torch.load(f"{folders[0]}/{rank}.pt") for rank in range(ranks)]
 
 
@@ -199,7 +176,8 @@ def element(flip, turns, grid, batch=1):
     """An element for a map of this grid, which odd turns exchange."""
     grid = grid if turns % 2 == 0 else grid[::-1]
     flip = torch.tensor([flip] * batch)
-    return Geometry(flip, torch.tensor([turns] * batch), grid)
+    turns = torch.tensor([turns] * batch)
+    return Geometry(flip, turns, grid)
 
 
 def slow_move(x, flip, turns):
@@ -226,7 +204,6 @@ def test_a_flip_comes_first_and_turns_go_counter_clockwise():
     x = torch.arange(1, 7).view(1, 1, 2, 3)
     for (flip, turns), text in zip(D4, wanted):
         rows = [list(map(int, row)) for row in text.split()]
-        assert slow_move(x[0], flip, turns)[0].tolist() == rows
         for equal_turns in (turns, turns + 4, turns - 4):
             moved = rho(element(flip, equal_turns, (2, 3)), x)
             assert moved[0, 0].tolist() == rows
@@ -245,8 +222,9 @@ def test_the_relative_element_takes_view_1_to_view_2_for_all_64_pairs():
 def test_flips_and_turns_are_alike_and_independent_of_the_neighbour():
     g = sample_geometry(64000, generator=seeded())
     number = 4 * g.flip + g.turns
-    pairs = torch.bincount(8 * number[:-1] + number[1:], minlength=64)
-    assert 850 < pairs.min() and pairs.max() < 1150
+    pairs = 8 * number[:-1] + number[1:]
+    counts = torch.bincount(pairs, minlength=64)
+    assert 850 < counts.min() and counts.max() < 1150
 
 
 def test_grids_are_those_of_the_stated_areas_and_aspects():
@@ -262,30 +240,30 @@ def test_grids_are_those_of_the_stated_areas_and_aspects():
     assert abs(wide) < 300     # wide as often as high
 
 
-@parametrize("kept", [("rot90",), ("hflip",), ("scale",)])
+@parametrize("kept", ["rot90", "hflip", "scale"])
 def test_an_ablated_element_stays_at_the_identity_and_moves_no_other_draw(kept):
     full = sample_geometry(200, generator=seeded(3))
-    part = sample_geometry(200, elements=kept, generator=seeded(3))
-    assert same(part.turns, full.turns * ("rot90" in kept))
-    assert same(part.flip, full.flip & ("hflip" in kept))
-    assert part.grid == (full.grid if "scale" in kept else (14, 14))
+    part = sample_geometry(200, elements=[kept], generator=seeded(3))
+    assert same(part.turns, full.turns * (kept == "rot90"))
+    assert same(part.flip, full.flip & (kept == "hflip"))
+    assert part.grid == (full.grid if kept == "scale" else (14, 14))
 
 
 def test_group_names_the_elements_of_a_run():
-    geometry = toy_views(toy(group=["hflip"]))[0].geometry
-    assert geometry.flip.any()
-    assert geometry.turns.eq(0).all() and geometry.grid == (4, 4)
+    view, _ = toy_views(group=["hflip"])
+    assert view.geometry.flip.any()
+    assert view.geometry.turns.eq(0).all() and view.geometry.grid == (4, 4)
 
 
 def test_sections_1_and_4_work_where_they_are_copied_to():
-    source = Path(ser.__file__).read_text()
-    pieces = ["import math, torch", "import torch.nn as nn", "import torch.nn.functional as F",
-              "import torch.distributed as dist", "from typing import NamedTuple"]
-    for number in (1, 4):
-        pieces += re.findall(rf"^# ==== {number}\. .*?(?=^# ==== )", source, re.M | re.S)
-
+    sections = re.split("^(?=# ==== )", Path(ser.__file__).read_text(), flags=re.M)
+    imports = """import math, torch, torch.nn as nn
+import torch.nn.functional as F, torch.distributed as dist
+from typing import NamedTuple
+"""
     copied = {}
-    exec(compile("\n".join(pieces), "copied.py", "exec", dont_inherit=True), copied)
+    code = compile(imports + sections[1] + sections[4], "copied.py", "exec", dont_inherit=True)
+    exec(code, copied)
 
     g = copied["sample_geometry"](3, 4, generator=seeded())
     moved = copied["rho"](copied["relative"](g, g), noise(3, 6, 4, 4))
@@ -299,19 +277,22 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     g = sample_geometry(3, 4, generator=seeded(5))
     x = noise(3, 2, 4, 4).to(dtype)
     assert same(rho(g, x), rho(g, x.float()).to(dtype))
-    z = [each.to(dtype) for each in tokens()]
-    wanted = patch_ntxent(*[each.float() for each in z])
+
+    z, z_prime = [each.to(dtype) for each in tokens()]
+    wanted = patch_ntxent(z.float(), z_prime.float())
     with torch.autocast("cpu", torch.bfloat16):
-        assert same(patch_ntxent(*z), wanted)
+        assert same(patch_ntxent(z, z_prime), wanted)
 
 
-@parametrize("function, arguments", [
-    (rho, [element(False, 0, (4, 4), batch=3), torch.zeros(2, 2, 4, 4)]),
-    (patch_ntxent, [torch.ones(1, 4, 6), torch.ones(1, 4, 6)]),
-    (patch_ntxent, [torch.ones(3, 4, 6), torch.ones(3, 2, 6)])])
-def test_what_cannot_be_is_a_value_error(function, arguments):
+@parametrize("first, second", [((1, 4, 6), (1, 4, 6)), ((3, 4, 6), (3, 2, 6))])
+def test_a_loss_without_negatives_or_of_two_shapes_is_a_value_error(first, second):
     with pytest.raises(ValueError):
-        function(*arguments)
+        patch_ntxent(torch.ones(first), torch.ones(second))
+
+
+def test_a_geometry_of_another_number_of_images_is_a_value_error():
+    with pytest.raises(ValueError):
+        rho(element(False, 0, (4, 4), batch=3), noise(2, 2, 4, 4))
 
 
 # ==== 2. The batch and its views (paper 3.2) ============================================
@@ -329,15 +310,20 @@ def plain_jitter(image, drawn, order):
         image = TF.gaussian_blur(image, [13, 13], [sigma, sigma])     # 13 of 224 pixels
     if drawn.solarize:
         image = TF.solarize(image, 128 / 255)
-    return TF.normalize(image, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    return plain_normal(image)
 
 
-def plain_cut(image, drawn, size):
-    """A crop of uint8 (3, h, w) as recorded, uint8 (3, size, size), mirrored if that says so."""
+def plain_normal(x):
+    return TF.normalize(x, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+def plain_cut(image, drawn):
+    """A crop of an image as recorded, uint8 (3, 16, 16), mirrored if that says so."""
     h, w = image.shape[1:]
     box = (drawn.top * h, drawn.left * w, drawn.height * h, drawn.width * w)
-    part = TF.crop(image, *[round(float(side)) for side in box])
-    part = F.interpolate(part[None], (size, size), mode="bilinear", antialias=True)[0]
+    sides = [round(float(side)) for side in box]
+    part = TF.crop(image, *sides)[None]
+    part = F.interpolate(part, (16, 16), mode="bilinear", antialias=True)[0]
     return part.flip(-1) if drawn.flip else part
 
 
@@ -345,53 +331,47 @@ def rows_of(columns):
     return [Augmentation(*row) for row in zip(*columns)]
 
 
-def check_view(view, images, size, cell):
+def check_view(view, images):
     """A view is made of these images (uint8; b1, then b2) as its own record says."""
-    rows = rows_of(view.augmentation)
-    cut = [plain_cut(*pair, size) / 255 for pair in zip(images, rows, strict=True)]
-    found = list(view.b1)
+    aug = view.augmentation
+    n_b1 = len(view.b1)
+    cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
+    cut = torch.stack(cut) / 255
+    close(view.b1, ser.photometric(cut[:n_b1], aug.rows(slice(n_b1)), view.order))
     if view.b2 is not None:
-        n_b1 = len(found)
-        found += view.b2
-        cut[n_b1:] = slow_rho(view.geometry, torch.stack(cut[n_b1:]), cell)
-
-    for x, image, drawn in zip(found, cut, rows, strict=True):
-        wanted = plain_jitter(image, drawn, view.order)
-        differ = ~torch.isclose(x, wanted, 1e-4, 1e-4)
-        assert differ.sum() < 4     # rounding takes a few over the threshold of solarization
+        moved = slow_rho(view.geometry, cut[n_b1:], 4)
+        close(view.b2, ser.photometric(moved, aug.rows(slice(n_b1, None)), view.order))
 
 
-def toy_views(args, step=0):
-    """The views of a batch of random images, by the data path of a run."""
-    images = pixels(args.batch_size, 3, 20, 24, seed=step)
-    dataset = ser.two_views(images, args)
-    n_b1 = len(images) - ser.b2_per_rank(args, 1)
-    loaded = default_collate([dataset[step, i, i >= n_b1] for i in range(len(images))])
-    return ser.make_views(loaded, args, step)
+def toy_views(**changes):
+    """The views of a batch of random images, four in b1 and four in b2, by a run's data path."""
+    args = toy(**changes)
+    dataset = ser.two_views(pixels(8, 3, 20, 24), args)
+    loaded = default_collate([dataset[0, i, i > 3] for i in range(8)])
+    return ser.make_views(loaded, args, step=0)
 
 
 def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     """Also of gray, of pure colours and of 128, the least that solarization inverts."""
     x = torch.rand(64, 3, 16, 224, generator=seeded())
     x[:, :, 0] = x[:, :1, 0]
-    x[:, :, 1, :8] = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3))).T
+    colours = itertools.product((0.0, 1.0), repeat=3)
+    x[:, :, 1, :8] = torch.tensor(list(colours)).T
     x[:, :, 15] = 128 / 255
-    before = x.clone()
+
     settings = ViewSettings(224, (0.08, 1.0), blur=0.5, solarize=0.5)
-    dataset = ser.Dataset(torch.zeros(64, 3, 2, 2, dtype=torch.uint8), [settings], seed=0)
-    aug = default_collate([dataset[0, i, True][0][1] for i in range(64)])
+    dataset = ser.Dataset(pixels(64, 3, 2, 2), [settings], seed=0)
+    (_, aug), = default_collate([dataset[0, i, True] for i in range(64)])
 
     order = torch.tensor([2, 0, 3, 1])
-    wanted = [plain_jitter(image, drawn, order) for image, drawn in zip(x, rows_of(aug))]
+    wanted = [plain_jitter(*pair, order) for pair in zip(x, rows_of(aug))]
     close(ser.photometric(x, aug, order), torch.stack(wanted), 1e-4)
-
-    assert same(x, before)
 
 
 @pytest.fixture(scope="module")
 def draws():
     """in_b2 -> what was sampled for view 1 and view 2 of 1000 images of 40 x 50 pixels."""
-    images = torch.zeros(1, 3, 40, 50, dtype=torch.uint8).expand(1000, -1, -1, -1)
+    images = pixels(1, 3, 40, 50).expand(1000, -1, -1, -1)
     dataset = ser.two_views(images, toy(image_size=56, crop_min=0.2))
     found = {}
     for in_b2 in (False, True):
@@ -416,7 +396,6 @@ def test_both_parts_get_moco_v3s_jitter(number, blur, solarize, in_b2, draws):
     least, most = factors.aminmax(dim=1)
     assert least.tolist() == approx([0.6, 0.6, 0.8, -0.1], abs=0.01)
     assert most.tolist() == approx([1.4, 1.4, 1.2, 0.1], abs=0.01)
-    assert factors.mean(1).tolist() == approx([1, 1, 1, 0], abs=0.03)
     correlation = torch.cat([factors, flags[:, changed]]).corrcoef()
     assert correlation.nan_to_num().triu(1).abs().max() < 0.2     # none is another's draw
 
@@ -426,7 +405,7 @@ def test_b1_is_cropped_and_mirrored(draws):
     for drawn in draws[False]:
         area = drawn.height * drawn.width
         aspect = drawn.width * 50 / (drawn.height * 40)
-        assert 0.19 < area.min() < 0.22 and 0.5 < area.mean() < 0.62 and area.max() > 0.9
+        assert 0.19 < area.min() < 0.22 and 0.5 < area.mean() < 0.62
         assert 0.68 < aspect.min() < 0.8 and 1.25 < aspect.max() < 1.5
         assert abs(drawn.flip.double().mean() - 0.5) < 0.05
 
@@ -440,41 +419,30 @@ def test_b2_is_neither_cropped_nor_mirrored(draws):
 @parametrize("name", ["brightness", "hue", "gray", "top", "width", "flip"])
 def test_the_two_views_of_an_image_are_independent(name, draws):
     pair = [getattr(drawn, name).double() for drawn in draws[False]]
-    assert torch.corrcoef(torch.stack(pair))[0, 1].abs() < 0.1
+    correlation = torch.stack(pair).corrcoef()
+    assert correlation[0, 1].abs() < 0.1
 
 
-def test_draws_do_not_depend_on_the_worker_or_the_batch():
-    dataset = ser.two_views(pixels(12, 3, 16, 16), toy())
-    keys = [(1, i, i % 3 == 0) for i in range(12)]
-    alone = [dataset[key] for key in reversed(keys)]
-    alone.reverse()
-    batches = [keys[:5], keys[5:]]
-    first, second = DataLoader(dataset, batch_sampler=batches, num_workers=2)
-    assert same(first, default_collate(alone[:5]))
-    assert same(second, default_collate(alone[5:]))
-
-
-@parametrize("key", [(1, 1, 5), (0, 2, 5), (0, 1, 6)])
-def test_draws_depend_on_seed_epoch_and_image(key):
+@parametrize("seed, epoch, index", [(1, 1, 5), (0, 2, 5), (0, 1, 6)])
+def test_draws_depend_on_seed_epoch_and_image(seed, epoch, index):
     image = pixels(3, 20, 24)
-    drawn = []
-    for seed, epoch, index in ((0, 1, 5), key):
-        views = ser.two_views([], toy(seed=seed)).views(image, (epoch, index, False))
-        drawn += [aug[:4] for _, aug in views] + [views[0][1].blur]
-    assert len(set(drawn)) == 6
+    (_, drawn), _ = ser.two_views([], toy()).views(image, (1, 5, False))
+    (_, other), _ = ser.two_views([], toy(seed=seed)).views(image, (epoch, index, False))
+    assert drawn[:4] != other[:4]     # the crop, by torch's generator
+    assert drawn.blur != other.blur     # the jitter, by Python's
 
 
 def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
     aug = default_collate([Augmentation()] * 64)
-    loaded = [(torch.zeros(64, 3, 16, 16, dtype=torch.uint8), aug)] * 2
+    loaded = [(pixels(64, 3, 16, 16), aug)] * 2
     views = []
-    for step, seed in itertools.product((0, 1), (0, 1)):
+    for seed in (0, 1):
         args = toy(batch_size=64, seed=seed, patch_size=1)
-        views += ser.make_views(loaded, args, step)
+        views += ser.make_views(loaded, args, step=0)
+        views += ser.make_views(loaded, args, step=1)
 
-    assert len({view.geometry.grid for view in views}) > 4     # of eight
-    assert len({tuple(view.order.tolist()) for view in views}) > 4
-
+    orders = {tuple(view.order.tolist()) for view in views}
+    assert len(orders) > 4     # of eight
     for a, b in itertools.combinations(views, 2):
         alike = a.geometry.turns == b.geometry.turns
         assert alike.float().mean() < 0.6
@@ -485,36 +453,25 @@ def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
     epoch, index, _ = torch.tensor(batches).view(80, 3).T
     assert epoch.tolist() == [0] * 40 + [1] * 40
     first, second = index.view(2, 40).tolist()
-    assert len(set(first)) == len(set(second)) == 40 and max(first + second) == 42
+    assert len(set(first)) == len(set(second)) == 40
     assert first != second
-    assert batches[0] != next(ser.batch_keys(43, toy(seed=1), 0, 1))
-
-
-def test_every_image_is_in_b2_as_often_as_any():
-    batches = list(ser.batch_keys(43, toy(), 0, 1000))
-    _, index, in_b2 = torch.tensor(batches).view(8000, 3).T
-    counts = torch.bincount(index, in_b2)
-    assert 60 < counts.min() and counts.max() < 130     # mean: 93
+    other_seed, = ser.batch_keys(43, toy(seed=1), 0, 1)
+    assert batches[0] != other_seed
 
 
 # ==== 3. Encoder (paper 3.1) ============================================================
-def toy_vit(**shape):
-    small = dict(image_size=16, patch_size=4, dim=16, depth=4, heads=2, cls_layer=2)
-    return shake(ser.ViT(**small | shape))
+def toy_vit(cls_layer=2):
+    encoder = ser.ViT(16, patch_size=4, dim=16, depth=4, heads=2, cls_layer=cls_layer)
+    return shake(encoder)
 
 
 def plain_block(block):
     """torch's own pre-norm block with the same weights."""
     layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, F.gelu, 1e-6, True, norm_first=True)
-    names = {"attn.qkv.": "self_attn.in_proj_", "attn.proj": "self_attn.out_proj",
-             "mlp.fc1": "linear1", "mlp.fc2": "linear2"}
-    weights = {}
-    for name, weight in block.state_dict().items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        weights[name] = weight
-
-    layer.load_state_dict(weights)
+    ours = list(block.parameters())
+    norm1, attention, norm2, mlp = ours[:2], ours[2:6], ours[6:8], ours[8:]
+    for p, weight in zip(layer.parameters(), attention + mlp + norm1 + norm2, strict=True):
+        p.copy_(weight)
     return layer
 
 
@@ -523,7 +480,8 @@ def plain_vit(encoder, x):
     """The tokens after block 0..depth of an encoder of width 16 with two heads, a list."""
     kernel = encoder.patch_embed["proj"]
     t = F.conv2d(x, kernel.weight, kernel.bias, stride=4)
-    t = t + TF.resize(encoder.pos_embed, list(t.shape[-2:]), antialias=True)
+    grid = list(t.shape[-2:])
+    t = t + TF.resize(encoder.pos_embed, grid, antialias=True)
     t = t.flatten(2).transpose(1, 2)
     found = []
     for layer in range(encoder.depth + 1):
@@ -538,13 +496,15 @@ def plain_vit(encoder, x):
 
 
 @parametrize("cls_layer", [0, 2, 3])
-@parametrize("size", [(16, 16), (12, 20)])
-def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(cls_layer, size):
-    encoder = toy_vit(cls_layer=cls_layer)
-    x = noise(3, 3, *size)
+@parametrize("height, width", [(16, 16), (12, 20)])
+def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(
+        height, width, cls_layer):
+    encoder = toy_vit(cls_layer)
+    x = noise(3, 3, height, width)
     plain = plain_vit(encoder, x)
     found = encoder(x, range(1, 5))
-    close(found.cls, encoder.norm(plain[-1][:, 0]), 1e-4)
+    final = plain[-1][:, 0]
+    close(found.cls, encoder.norm(final), 1e-4)
     assert list(found.cls_at) == list(range(cls_layer + 1, 5))
 
     for layer in range(1, 5):
@@ -552,21 +512,23 @@ def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(cls_la
         if layer > cls_layer:
             close(found.cls_at[layer], patches[:, 0], 1e-4)
             patches = patches[:, 1:]
-        wanted = patches.mT.unflatten(2, (size[0] // 4, size[1] // 4))
+        wanted = patches.mT.unflatten(2, (height // 4, width // 4))
         close(found.maps[layer], wanted, 1e-4)
 
 
-def test_parameter_counts_are_the_papers():
+@parametrize("flags, wanted", [("", 43_349_888), ("--ratio 0 --cls-layer 0", 42_890_368)])
+def test_parameter_counts_are_the_papers(flags, wanted):
     """Table 1: 43.4 M with SER, 42.9 M for MoCo-v3."""
-    for flags, count in (([], 43_349_888), (["--ratio", "0", "--cls-layer", "0"], 42_890_368)):
-        with torch.device("meta"):
-            model = ser.build(ser.parse(["--data", "imagenet", *flags]))
-        assert sum(p.numel() for p in trained(model).values()) == count
+    args = ser.parse(["--data", "imagenet", *flags.split()])
+    with torch.device("meta"):
+        model = ser.build(args)
+    assert sum(p.numel() for p in trained(model).values()) == wanted
 
 
 def test_initial_weights_come_from_the_seed_alone():
-    first, again, other = [ser.build(toy(seed=seed)).state_dict() for seed in (0, 0, 1)]
-    assert same(first, again) and not same(first, other)
+    weights = ser.build(toy()).state_dict()
+    assert same(weights, ser.build(toy()).state_dict())
+    assert not same(weights, ser.build(toy(seed=1)).state_dict())
 
 
 def test_initial_weights_are_moco_v3s():
@@ -578,8 +540,6 @@ def test_initial_weights_are_moco_v3s():
         assert 0.95 < largest / math.sqrt(square) <= 1, name
         assert weights[name + ".bias"].eq(0).all(), name
 
-    frozen = weights.keys() - trained(encoder).keys()
-    assert frozen == {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     assert abs(weights["pos_embed"].std() - 0.02) < 2e-3
     assert 0 < weights["cls_token"].std() < 2e-6
 
@@ -598,24 +558,25 @@ def test_moco_v3s_mlps_have_their_layers():
 
 
 # ==== 4 to 6. L_equiv, L_inv and SER (paper 3.3, 4.1) ===================================
-def tokens(B=3, N=4, K=6):
-    return noise(B, N, K, seed=0), noise(B, N, K, seed=1)
+def tokens():
+    return noise(3, 4, 6, seed=0), noise(3, 4, 6, seed=1)
 
 
 def slow_ntxent(z, z_prime, tau):
     """L_equiv as the paper writes it: loops over i, j and m, and a sum over n (3.3 and Eq. 3)."""
     def s(anchor, tokens):
-        return tokens @ anchor / (anchor.norm() * tokens.norm(dim=-1)) / tau
+        return F.cosine_similarity(anchor, tokens, dim=-1) / tau
 
     total = 0
     B, N, _ = z.shape
     for i, j in itertools.product(range(B), range(N)):
-        positive = s(z[i, j], z_prime[i, j]).exp()
+        anchor = z[i, j]
+        positive = s(anchor, z_prime[i, j]).exp()
         negatives = 0
         for m in range(B):
             if m != i:
-                negatives = negatives + s(z[i, j], z[m]).exp().sum()
-                negatives = negatives + s(z[i, j], z_prime[m]).exp().sum()
+                negatives = negatives + s(anchor, z[m]).exp().sum()
+                negatives = negatives + s(anchor, z_prime[m]).exp().sum()
         total = total - (positive / (positive + negatives)).log()
 
     return total / (B * N)
@@ -627,7 +588,10 @@ def test_patch_ntxent_equals_the_papers_loops(tau):
     slow = slow_ntxent(*z, tau)
     fast = patch_ntxent(*z, tau)
     close(fast.double(), slow, 1e-6)
-    close(torch.autograd.grad(fast, z), torch.autograd.grad(slow, z), 1e-6)
+
+    slow_gradients = torch.autograd.grad(slow, z)
+    gradients = torch.autograd.grad(fast, z)
+    close(gradients, slow_gradients, 1e-6)
 
 
 def test_patch_ntxent_is_finite_where_exp_is_not():
@@ -663,6 +627,7 @@ def rank_main(rank, ranks, out, folder):
         ser.setup()
     if rank > 0:     # only rank 0 writes
         ser.save = ser.save_views = lambda *_, **__: os._exit(3)
+
     args = toy(folder, Path(out, str(ranks)), **RANK_RUN)
     printed = io.StringIO()
     bar = io.StringIO()
@@ -672,15 +637,17 @@ def rank_main(rank, ranks, out, folder):
     return dict(seeds=SEEDS, printed=printed.getvalue(), bar=bar.getvalue())
 
 
+def distance(a, b, names):
+    return math.hypot(*[(a[name] - b[name]).norm() for name in names])
+
+
 def check_same_way(ours, theirs, start, tolerance):
     """Two states have gone the same way from a start, in trained and in momentum weights."""
-    begin = start.state_dict()
-    for slow in (False, True):
-        names = [name for name, _ in start.named_parameters() if ("momentum" in name) == slow]
-        way = math.hypot(*[(theirs[name] - begin[name]).norm() for name in names])
-        gap = math.hypot(*[(theirs[name] - ours[name]).norm() for name in names])
-        assert way > 0.01
-        assert gap < tolerance * way
+    for part in ("base.encoder", "base.projector", "base.momentum_encoder"):
+        names = [name for name, _ in start.named_parameters() if name.startswith(part)]
+        way = distance(theirs, start.state_dict(), names)
+        assert way > 0.01, part
+        assert distance(theirs, ours, names) < tolerance * way, part
 
 
 @pytest.fixture(scope="session")
@@ -693,13 +660,15 @@ def one_rank(folder, tmp_path_factory):
 @pytest.fixture(scope="session", params=[2, 4])
 def several_ranks(request, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    return run_ranks(rank_main, request.param, out, folder), out / str(request.param)
+    found = run_ranks(rank_main, request.param, out, folder)
+    return found, out / str(request.param)
 
 
 def test_ranks_train_as_one_process(one_rank, several_ranks):
     ours = last(several_ranks[1])["model"]
     theirs = last(one_rank)["model"]
-    check_same_way(ours, theirs, without_batch_norm(toy(**RANK_RUN)), 1e-3)
+    start = without_batch_norm(toy(**RANK_RUN))
+    check_same_way(ours, theirs, start, 1e-3)
 
 
 def test_ranks_log_as_one_process(one_rank, several_ranks):
@@ -711,53 +680,64 @@ def test_ranks_log_as_one_process(one_rank, several_ranks):
 
 @parametrize("stream", ["printed", "bar"])
 def test_one_rank_prints(stream, several_ranks):
-    speaks = [each[stream] > "" for each in several_ranks[0]]
-    assert speaks == [True] + [False] * (len(speaks) - 1)
+    first, *others = [each[stream] for each in several_ranks[0]]
+    assert first > ""
+    assert set(others) == {""}
 
 
 def test_ranks_and_steps_share_no_seed(several_ranks):
-    seeds = sum([each["seeds"] for each in several_ranks[0]], [])
+    seeds = []
+    for each in several_ranks[0]:
+        seeds += each["seeds"]
     assert len(set(seeds)) == len(seeds) == 6 * len(several_ranks[0])
     assert ser.rng(0, "step", 5, 1).initial_seed() in seeds     # the last of rank 1
 
 
+def plain_cls(encoder, view):
+    parts = [encoder(x).cls for x in (view.b1, view.b2) if x is not None]
+    return torch.cat(parts)
+
+
+def plain_contrast(q, k):
+    cosine = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T
+    return 2 * 0.2 * F.cross_entropy(cosine / 0.2, torch.arange(8))
+
+
 def plain_moco(base, views, m):
-    def encode(encoder, view):
-        parts = [x for x in (view.b1, view.b2) if x is not None]
-        return torch.cat([encoder(x).cls for x in parts])
-
-    def contrast(q, k):
-        cosine = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T
-        return F.cross_entropy(cosine / 0.2, torch.arange(len(q))) * (2 * 0.2)
-
-    queries = [base.predictor(base.projector(encode(base.encoder, view))) for view in views]
+    queries = []
+    keys = []
+    for view in views:
+        cls = plain_cls(base.encoder, view)
+        queries.append(base.predictor(base.projector(cls)))
 
     with torch.no_grad():
-        for part in ("encoder", "projector"):
-            fast = getattr(base, part).parameters()
-            slow = getattr(base, "momentum_" + part).parameters()
-            for p, p_slow in zip(fast, slow):
-                p_slow.copy_(p_slow * m + p * (1 - m))
-        keys = [base.momentum_projector(encode(base.momentum_encoder, view)) for view in views]
+        weights = dict(base.named_parameters())
+        for name, slow in weights.items():
+            if name.startswith("momentum_"):
+                fast = weights[name.removeprefix("momentum_")]
+                slow.copy_(slow * m + fast * (1 - m))
 
-    return contrast(queries[0], keys[1]) + contrast(queries[1], keys[0])
+        for view in views:
+            cls = plain_cls(base.momentum_encoder, view)
+            keys.append(base.momentum_projector(cls))
+
+    first = plain_contrast(queries[0], keys[1])
+    return first + plain_contrast(queries[1], keys[0])
 
 
-def plain_equiv(encoder, head, layer, first, second, tau):
+def plain_equiv(encoder, head, layer, first, second):
     """L_equiv of one layer and one pair of views by Algorithm 1, image by image."""
     norm, linear1, _, linear2 = head
-    g1 = first.geometry
-    g2 = second.geometry
-    flip = g1.flip != g2.flip
-    turns = (g2.turns + torch.where(flip, g1.turns, -g1.turns)) % 4
     h1 = encoder(first.b2, [layer]).maps[layer]
     h2 = encoder(second.b2, [layer]).maps[layer]
+    aligned = slow_rho(relative(second.geometry, first.geometry), h1)
     z = []
-    for h in (slow_rho(Geometry(flip, turns, g2.grid), h1), h2):
-        t = F.layer_norm(h.flatten(2).mT, norm.weight.shape, norm.weight, norm.bias)
-        z.append(F.gelu(t @ linear1.weight.T) @ linear2.weight.T)
+    for h in (aligned, h2):
+        t = F.layer_norm(h.flatten(2).mT, [16], norm.weight, norm.bias)
+        t = F.gelu(t @ linear1.weight.T)
+        z.append(t @ linear2.weight.T)
 
-    return slow_ntxent(*z, tau)
+    return slow_ntxent(*z, 0.4)
 
 
 def plain_rate(step):
@@ -770,19 +750,21 @@ def plain_rate(step):
 def plain_steps(model, views, layers):
     """Train `model` as Algorithm 1 says on the views of seven steps; returns the losses."""
     losses = []
-    for step, (first, second) in enumerate(views):
+    for step, pair in enumerate(views):
         m = 1 - 0.3 * 0.5 * (1 + math.cos(math.pi * step / 7))
-        loss = plain_moco(model.base, (first, second), m)
+        loss = plain_moco(model.base, pair, m)
         for layer in layers:
             head = model.projectors[str(layer)]
-            equiv = plain_equiv(model.base.encoder, head, layer, first, second, 0.4)
+            equiv = plain_equiv(model.base.encoder, head, layer, *pair)
             loss = loss + 3.0 / len(layers) * equiv
-        loss.backward()
-        with torch.no_grad():
-            for p in trained(model).values():
-                p -= plain_rate(step) * p.grad
-                p.grad = None
         losses.append(loss.item())
+
+        weights = list(trained(model).values())
+        gradients = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients):
+                weight -= plain_rate(step) * gradient
+
     return losses
 
 
@@ -803,8 +785,8 @@ def plain_run(request, folder, tmp_path_factory):
 
     plain = copy.deepcopy(start)
     losses = plain_steps(plain, views, (1, 2) if args.ratio else ())
-    return ser.Namespace(args=args, out=out, start=start, views=views, plain=plain,
-                         losses=losses)
+    return ser.Namespace(
+        args=args, out=out, start=start, views=views, plain=plain, losses=losses)
 
 
 def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
@@ -812,10 +794,11 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
     keys = list(ser.batch_keys(43, plain_run.args, 0, 7))
     n_b2 = 3 if plain_run.args.ratio else 0
     for own, pair in zip(keys, plain_run.views, strict=True):
-        assert [in_b2 for _, _, in_b2 in own] == [False] * (8 - n_b2) + [True] * n_b2
-        images = [TF.pil_to_tensor(Image.open(paths[index])) for _, index, _ in own]
+        _, places, in_b2 = zip(*own)
+        assert in_b2 == (False,) * (8 - n_b2) + (True,) * n_b2
+        images = [TF.pil_to_tensor(Image.open(paths[place])) for place in places]
         for view in pair:
-            check_view(view, images, 16, 4)
+            check_view(view, images)
 
 
 def test_a_run_has_the_losses_of_its_reimplementation(plain_run):
@@ -825,7 +808,8 @@ def test_a_run_has_the_losses_of_its_reimplementation(plain_run):
 
 def test_a_run_has_the_weights_of_its_reimplementation(plain_run):
     found = last(plain_run.out)["model"]
-    check_same_way(found, plain_run.plain.state_dict(), plain_run.start, 2e-3)
+    wanted = plain_run.plain.state_dict()
+    check_same_way(found, wanted, plain_run.start, 2e-3)
 
 
 def test_adamw_decays_all_that_is_trained_and_nothing_else():
@@ -833,45 +817,41 @@ def test_adamw_decays_all_that_is_trained_and_nothing_else():
     optimizer = ser.adamw(model, toy(weight_decay=0.2))
     group, = optimizer.param_groups
     assert type(optimizer) is torch.optim.AdamW
-    assert (group["weight_decay"], group["betas"]) == (0.2, (0.9, 0.999))
-    assert list(map(id, group["params"])) == list(map(id, trained(model).values()))
+    assert group["weight_decay"] == 0.2
+    assert group["betas"] == (0.9, 0.999)
+    assert set(group["params"]) == set(trained(model).values())
 
 
 def test_weight_0_is_the_control():
     """L_equiv is computed on the same views, and adds gradients of zero (Eq. 3)."""
     model = shake(ser.build(toy(weight=0.0)))
-    found = model(toy_views(toy()))
+    found = model(toy_views())
     found["loss"].backward()
-    assert found["equiv"] > 0 and found["loss"] == found["inv"]
+    assert found["equiv"] > 0
+    assert found["loss"] == found["inv"]
     for p in model.projectors.parameters():
         assert p.grad.eq(0).all()
 
 
 def test_every_trainable_parameter_gets_a_gradient_and_no_other():
     model = shake(ser.build(toy(equiv_layers=[1, 3])))
-    model(toy_views(toy()))["loss"].backward()
+    losses = model(toy_views())
+    losses["loss"].backward()
     for name, p in model.named_parameters():
-        assert (p.grad is not None and p.grad.ne(0).any()) == p.requires_grad, name
+        moves = p.grad is not None and p.grad.ne(0).any()
+        assert moves == p.requires_grad, name
 
 
 def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
     shown = []
     monkeypatch.setattr(ser, "save_image", lambda x, path, nrow: shown.extend(x))
-    x1, x2 = toy_views(toy())
+    x1, x2 = toy_views()
     ser.save_views("", (x1, x2), 4)
 
     moved = slow_rho(relative(x2.geometry, x1.geometry), x1.b2, 4)
-    wanted = torch.stack([moved, x2.b2], dim=1).flatten(0, 1)
-    close(ser.normalise(torch.stack(shown)), wanted)
-
-
-def test_a_run_begins_with_facts_and_chance(folder, tmp_path, capsys):
-    ser.train(toy(folder, tmp_path, epochs=0.2, warmup_epochs=0.1))
-    printed = capsys.readouterr().out
-    assert f"43 images of {folder};" in printed and "0 of 1 steps are done" in printed
-    alike = torch.ones(4, 16, 5)
-    chance = float(re.search(r"L_equiv is (\d+\.\d) at chance", printed)[1])
-    assert chance == approx(patch_ntxent(alike, alike).item(), abs=0.06)
+    found = ser.normalise(torch.stack(shown))
+    close(found[0::2], moved)
+    close(found[1::2], x2.b2)
 
 
 def test_without_data_images_are_synthetic():
@@ -882,10 +862,11 @@ def test_without_data_images_are_synthetic():
 
 # ==== 7. Settings =======================================================================
 def test_the_defaults_are_the_papers():
-    paper = dict(image_size=224, patch_size=16, dim=384, depth=12, cls_layer=3, equiv_layers=[3],
-                 ratio=0.01, weight=0.5, temperature=0.3, group=["rot90", "hflip", "scale"],
-                 batch_size=2048, epochs=100.0, warmup_epochs=10.0, moco_hidden=4096,
-                 weight_decay=0.1, crop_min=0.08, base_lr=3e-4, heads=6, seed=0)
+    paper = dict(
+        image_size=224, patch_size=16, dim=384, depth=12, heads=6, cls_layer=3, equiv_layers=[3],
+        ratio=0.01, weight=0.5, temperature=0.3, group=["rot90", "hflip", "scale"],
+        moco_hidden=4096, crop_min=0.08, batch_size=2048, epochs=100.0, warmup_epochs=10.0,
+        base_lr=3e-4, weight_decay=0.1, seed=0)
     found = vars(ser.parse(["--data", "imagenet"]))
     assert {name: found[name] for name in paper} == paper
     base = ser.build(toy()).base
@@ -898,9 +879,10 @@ def test_small_settings_are_for_synthetic_images():
     assert small == full | ser.SMALL | dict(data="", depth=5)
 
 
-@parametrize("ratio, size, ranks, wanted", [(0.01, 2048, 8, 3), (0.25, 10, 1, 3)])
-def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks, wanted):
-    assert ser.b2_per_rank(toy(ratio=ratio, batch_size=size), ranks) == wanted
+@parametrize("ratio, size, ranks", [(0.01, 2048, 8), (0.25, 10, 1)])
+def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks):
+    args = toy(ratio=ratio, batch_size=size)
+    assert ser.b2_per_rank(args, ranks) == 3
 
 
 @parametrize("images, ranks, size, ratio, name", [
@@ -916,8 +898,8 @@ def test_a_wrong_batch_is_told_with_a_way_out(images, ranks, size, ratio, name):
 
 
 @parametrize("name, value", [
-    ("image_size", 18), ("dim", 17), ("cls_layer", 3), ("cls_layer", -1), ("equiv_layers", [4]),
-    ("ratio", 0.999), ("batch_size", 2)])
+    ("image_size", 18), ("dim", 17), ("cls_layer", 3), ("cls_layer", -1),
+    ("equiv_layers", [4]), ("ratio", 0.999), ("batch_size", 2)])
 def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value):
     told = sentence(ser.check_settings, toy(**{name: value}), 40, 1)
     assert told.startswith(f"--{name.replace('_', '-')} {value}: ")
@@ -936,14 +918,16 @@ def test_numbers_are_checked_where_they_enter(module, flags, capsys):
 
 @parametrize("epochs, warmup", [(1.0, 0.1), (0.5, 0.05), (1.5, 1.0)])
 def test_a_run_as_short_as_its_warmup_warms_up_for_a_tenth(epochs, warmup):
-    assert toy(epochs=epochs, warmup_epochs=1.0).warmup_epochs == warmup
+    args = toy(epochs=epochs, warmup_epochs=1.0)
+    assert args.warmup_epochs == warmup
 
 
 @parametrize("gpu", [False, True])
 def test_bf16_is_for_gpus_unless_a_flag_says_otherwise(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    found = [ser.parse(flags).bf16 for flags in ([], ["--bf16"], ["--no-bf16"])]
-    assert found == [gpu, True, False]
+    assert ser.parse([]).bf16 == gpu
+    assert ser.parse(["--bf16"]).bf16
+    assert not ser.parse(["--no-bf16"]).bf16
 
 
 # ==== 8. Training =======================================================================
@@ -955,7 +939,7 @@ def whole_run(folder, tmp_path_factory):
     return out
 
 
-def killed_run(folder, out):
+def killed_run(_, folder, out):
     def sync(file):
         if Path(out, "last.pt").exists():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -965,18 +949,18 @@ def killed_run(folder, out):
 
 
 def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
-    process = begin(killed_run, folder, tmp_path)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL and last(tmp_path)["step"] == 3
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        start_processes(killed_run, (folder, tmp_path), start_method="forkserver")
+    assert last(tmp_path)["step"] == 3
     ser.train(toy(folder, tmp_path, save_every=3))
 
     ours = last(tmp_path)
     theirs = last(whole_run)
-
     for part in ("step", "model", "optimizer"):
         assert same(ours[part], theirs[part]), part
 
-    assert (tmp_path / "views.png").read_bytes() == (whole_run / "views.png").read_bytes()
+    views = (tmp_path / "views.png").read_bytes()
+    assert views == (whole_run / "views.png").read_bytes()
     lines = log_of(tmp_path)
     _, continued = [i for i, line in enumerate(lines) if "step" not in line]
     assert lines[continued + 1:] == log_of(whole_run)[4:]
@@ -990,27 +974,22 @@ def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     assert [line["step"] for line in lines] == list(range(1, 11))
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
-        assert line["loss"] == approx(line["inv"] + 0.5 * line["equiv"], rel=1e-5)
+        total = line["inv"] + 0.5 * line["equiv"]
+        assert line["loss"] == approx(total, rel=1e-5)
 
 
 def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
-    state = last(whole_run)
-    before = torch.get_rng_state()
+    weights = last(whole_run)["model"]
     encoder = ser.load_encoder(whole_run / "last.pt")
-    assert same(torch.get_rng_state(), before) and not encoder.training
+    assert not encoder.training
     for name, weight in encoder.state_dict().items():
-        assert same(weight, state["model"]["base.encoder." + name]), name
+        assert same(weight, weights["base.encoder." + name]), name
 
 
 def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp_path, monkeypatch):
     """L_equiv is infinite from the fourth step on; the last good checkpoint stays."""
-    values = []
-
-    def exploding(*z):
-        values.append(patch_ntxent(*z))
-        return values[-1] * (math.inf if len(values) > 3 else 1)
-
-    monkeypatch.setattr(ser, "patch_ntxent", exploding)
+    factors = iter([1, 1, 1, math.inf])
+    monkeypatch.setattr(ser, "patch_ntxent", lambda *z: patch_ntxent(*z) * next(factors))
     told = sentence(ser.train, toy(folder, tmp_path, save_every=2, log_every=20))
 
     assert told.startswith("step 4: ") and "--base-lr" in told
@@ -1038,18 +1017,13 @@ def test_images_of_other_names_do_not_continue_a_run(moved_run):
     assert "image_names" in told and "images 43" not in told
 
 
-def test_a_run_refuses_other_settings_and_lists_them(moved_run):
-    args = toy(*moved_run, weight=0.25)
-    args.extra = 1
-    told = sentence(ser.train, args)
-    assert "weight 0.5 (now 0.25)" in told and "extra None (now 1)" in told
-
-
-def test_all_but_five_settings_are_compared(whole_run):
-    told = sentence(ser.resume, whole_run / "last.pt", {}, None, None)
-    found = re.findall(r"(\w+) [^()]* \(now None\)", told.split(" with ")[1])
+def test_all_but_five_settings_are_compared_and_those_that_differ_are_listed(whole_run):
+    path = whole_run / "last.pt"
+    told = sentence(ser.resume, path, dict(weight=0.25, extra=1), None, None)
+    assert "weight 0.5 (now 0.25)" in told
     free = {"data", "out", "workers", "log_every", "save_every"}
-    assert set(found) == last(whole_run)["settings"].keys() - free
+    listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
+    assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
 
 def test_a_file_of_other_weights_is_told_by_one_sentence(tmp_path):
@@ -1057,24 +1031,20 @@ def test_a_file_of_other_weights_is_told_by_one_sentence(tmp_path):
     assert "convert" in sentence(ser.load_encoder, tmp_path / "timm.pt")
 
 
-def on_gpu(folder, out):
-    ser.train(toy(folder, Path(out, "gpu"), epochs=0.2, workers=1))
-    torch.cuda.is_available = lambda: False
-    ser.train(toy(folder, Path(out, "cpu"), epochs=0.2, bf16=True))
-    ours = log_of(Path(out, "gpu"))[1]
-    assert ours == approx(log_of(Path(out, "cpu"))[1], rel=0.02)
-
-
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no GPU")
 def test_a_gpu_computes_what_a_cpu_does(folder, tmp_path):
-    sees = os.environ | {"TEST_ON_GPU": "1"}
-    del sees["CUDA_VISIBLE_DEVICES"]
-    call = f"import test_ser; test_ser.on_gpu({str(folder)!r}, {str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", call], cwd=HERE, check=True, env=sees)
+    lines = []
+    for visible in ("0", ""):
+        args = toy(folder, tmp_path / f"gpu{visible}", epochs=0.2, bf16=True)
+        call = f"import ser; ser.train(ser.Namespace(**{vars(args)}))"
+        sees = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+        subprocess.run([sys.executable, "-c", call], cwd=HERE, check=True, env=sees)
+        lines.append(log_of(args.out)[1])
+    assert lines[0] == approx(lines[1], rel=0.02)
 
 
-@parametrize("bf16", [False, True])
-def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, folder, tmp_path):
+@parametrize("bf16, wanted", [(False, torch.float32), (True, torch.bfloat16)])
+def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, wanted, folder, tmp_path):
     seen = set()
 
     def watched(args):
@@ -1084,8 +1054,9 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, folder, tmp_pa
 
     ser.train(toy(folder, tmp_path, epochs=0.2, bf16=bf16), watched)
 
-    assert seen == {torch.bfloat16 if bf16 else torch.float32}
-    assert all(x.dtype != torch.bfloat16 for x in last(tmp_path)["model"].values())
+    assert seen == {wanted}
+    for weight in last(tmp_path)["model"].values():
+        assert weight.dtype != torch.bfloat16
 
 
 @parametrize("kind, ranks, wanted", [
@@ -1106,12 +1077,12 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     shares = []
     for weight in (0.0, 0.5):
         short = ser.SMALL | dict(
-            image_size=16, depth=3, cls_layer=2, equiv_layers=[2], ratio=0.5, group=["rot90"],
-            moco_hidden=64, epochs=0.25, warmup_epochs=0.1, base_lr=4e-2, weight=weight,
-            out=str(tmp_path / str(weight)))
+            image_size=16, depth=3, cls_layer=2, equiv_layers=[2], group=["rot90"],
+            ratio=0.5, moco_hidden=64, epochs=0.25, warmup_epochs=0.1,
+            base_lr=4e-2, weight=weight, out=str(tmp_path / str(weight)))
         encoder = ser.load_encoder(ser.train(ser.parse([], small=short)))
-        found = eval_linear.retrieval(lambda x: encoder(x, [2]).maps[2], images, 4, "rot90")
-        shares.append(found)
+        f1 = lambda x: encoder(x, [2]).maps[2]
+        shares.append(eval_linear.retrieval(f1, images, 4, "rot90"))
 
     control, trained = shares
     assert trained > 2 * control
@@ -1124,25 +1095,26 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     for name in ("b/deep/2.JPEG", "b/notes.txt", "b/._2.JPEG", "a.webp"):
         (tmp_path / name).touch()
 
-    images, _ = ser.list_images(str(tmp_path))
-    assert images == [f"{tmp_path}/a.webp", f"{tmp_path}/b/deep/2.JPEG"]
+    found, _ = ser.list_images(str(tmp_path))
+    assert found == [f"{tmp_path}/a.webp", f"{tmp_path}/b/deep/2.JPEG"]
 
-    (tmp_path / "train").symlink_to(folder)
+    link = tmp_path / "train"
+    link.symlink_to(folder)
     found, checksum = ser.list_images(str(tmp_path))
     images, same_checksum = ser.list_images(str(folder))
-    assert checksum == same_checksum and len(found) == 43
-    assert [Path(path).name for path in found] == [Path(path).name for path in images]
+    assert checksum == same_checksum
+    assert found == [path.replace(str(folder), str(link)) for path in images]
 
 
 def test_a_folder_without_images_is_told(tmp_path):
-    assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path / "out"))
+    args = toy(tmp_path, tmp_path / "out")
+    assert str(tmp_path) in sentence(ser.train, args)
 
 
 @parametrize("mode", ["RGB", "L", "RGBA", "CMYK", "P"])
 def test_an_image_is_read_as_pillow_shows_it(mode, tmp_path):
     """ImageNet has gray, CMYK and PNG files among its JPEGs."""
-    images, _ = ser.synthetic_images(1, 19, seed=0)
-    image = TF.to_pil_image(images[0, :, :12]).convert(mode)
+    image = Image.linear_gradient("L").resize((19, 12)).convert(mode)
     exif = Image.Exif()
     exif[0x0112] = 6     # a viewer would turn it
     path = tmp_path / "a.JPEG"
@@ -1152,14 +1124,12 @@ def test_an_image_is_read_as_pillow_shows_it(mode, tmp_path):
     assert same(ser.read_image(str(path)), TF.pil_to_tensor(shown))
 
 
-@parametrize("mode", ["I;16", "GIF"])
-def test_16_bits_and_animations_are_refused_with_their_path(mode, tmp_path):
+@parametrize("mode, frames", [("I;16", 1), ("L", 2)])
+def test_16_bits_and_animations_are_refused_with_their_path(mode, frames, tmp_path):
     path = str(tmp_path / "a.png")
-    if mode == "GIF":
-        frame = Image.new("RGB", (9, 7), "red")
-        frame.save(path, "GIF", save_all=True, append_images=[Image.new("RGB", (9, 7))])
-    else:
-        Image.new(mode, (9, 7), 20000).save(path)
+    image = Image.new(mode, (9, 7))
+    others = [Image.new(mode, (9, 7), 99)] * (frames - 1)
+    image.save(path, save_all=frames > 1, append_images=others)
     with pytest.raises(OSError, match=path):
         ser.read_image(path)
 
@@ -1187,15 +1157,14 @@ def test_synthetic_images_differ_within_a_class_and_have_colours():
 # ==== 10. eval_linear.py (4.1, A.2) =====================================================
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory):
-    """train/, val/ and held/ of three classes, synthetic images of 24 x 30 pixels. few/ has two of
+    """train/ and val/ of three classes, synthetic images of 24 x 30 pixels. few/ has two of
     them, 1 and 2; in 2 are images of 0: what is good on val is bad there."""
     root = tmp_path_factory.mktemp("tree")
-    for part, n in (("train", 11), ("val", 5), ("held", 6), ("few", 7)):
+    for part, shown, n in (("train", (0, 1, 2), 11), ("val", (0, 1, 2), 5), ("few", (2, 1), 7)):
         images, labels = ser.synthetic_images(6 * n, 30, seed=n)
         for i, label in enumerate(labels.tolist()):
-            if label < (2 if part == "few" else 3):
-                shown = 2 - label if part == "few" else label
-                path = root / part / f"class{shown}" / f"{i:03}.png"
+            if label < len(shown):
+                path = root / part / f"class{shown[label]}" / f"{i:03}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 TF.to_pil_image(images[i, :, :24]).save(path)
     return root
@@ -1229,6 +1198,11 @@ def results_of(folder):
     return json.loads((folder / "eval.json").read_text())
 
 
+def value_of(rows, **keys):
+    row, = [row for row in rows if keys.items() <= row.items()]
+    return row["value"]
+
+
 def plain_split(folder):
     paths = sorted(folder.glob("*/*.png"))
     labels = [int(path.parent.name[-1]) for path in paths]
@@ -1238,8 +1212,8 @@ def plain_split(folder):
 
 def plain_centre(image):
     """16 pixels of the centre, of 18 x 22 (the longer side is rounded down)."""
-    resized = F.interpolate(image[None], (18, 22), mode="bicubic", antialias=True)[0]
-    return TF.center_crop(resized, 16)
+    resized = F.interpolate(image[None], (18, 22), mode="bicubic", antialias=True)
+    return TF.center_crop(resized[0], 16)
 
 
 def plain_crop(image, *key):
@@ -1253,78 +1227,60 @@ def plain_crop(image, *key):
 @torch.no_grad()
 def plain_features(encoder, images):
     """The final LayerNorm of the [CLS] after each of the last four blocks, in order."""
-    x = torch.stack(images) / 255
-    x = TF.normalize(x, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    blocks = plain_vit(encoder, x)[-4:]
-    return torch.cat([encoder.norm(t[:, 0]) for t in blocks], dim=1)
+    x = plain_normal(torch.stack(images) / 255)
+    cls = [t[:, 0] for t in plain_vit(encoder, x)[-4:]]
+    return encoder.norm(torch.stack(cls, dim=1)).flatten(1)
 
 
-def plain_training(head, tables, lr, batch):
+def plain_training(head, tables, labels, lr, batch):
     """One head by torch's own tools, with --seed 2. Returns the mean loss of the last epoch."""
     optimizer = torch.optim.SGD(head.parameters(), momentum=0.9)
-    steps = len(tables[0][1]) // batch
-    for epoch, (x, y) in enumerate(tables):
-        order = torch.randperm(len(y), generator=ser.rng(2, "eval", epoch))
-        losses = []
+    steps = len(labels) // batch
+    for epoch, x in enumerate(tables):
+        order = torch.randperm(len(labels), generator=ser.rng(2, "eval", epoch))
+        total = 0
         for step in range(steps):
             rows = order[step * batch:][:batch]
-            progress = (epoch * steps + step) / (len(tables) * steps)
+            progress = (epoch * steps + step) / (2 * steps)
             rate = lr * batch / 256 * (1 + math.cos(math.pi * progress)) / 2
             optimizer.param_groups[0]["lr"] = rate
-            loss = F.cross_entropy(head(x[rows]), y[rows])
+            loss = F.cross_entropy(head(x[rows]), labels[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item())
+            total += loss.item()
 
-    return sum(losses) / steps
-
-
-def plain_knn(train, labels, test, truth):
-    """Percent of right votes, by a loop over test images and their twenty neighbours."""
-    right = 0
-    for x, y in zip(test, truth.tolist()):
-        cosines = F.cosine_similarity(x[None], train).tolist()
-        near = sorted(zip(cosines, labels.tolist()))[-20:]
-        votes = dict.fromkeys(range(10), 0.0)
-        for s, c in near:
-            votes[c] += math.exp(s / 0.07)
-        right += max(votes, key=votes.get) == y
-    return 100 * right / len(truth)
+    return total / steps
 
 
-def plain_head(kind):
+def plain_head(mlp):
     """Of 64 features and three classes, as --seed 2 makes it."""
     torch.manual_seed(2)
     layers = []
-    if kind == "mlp":
+    if mlp:
         layers = [nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-    last = nn.Linear(1024 if layers else 64, 3)
+    last = nn.Linear(1024 if mlp else 64, 3)
     nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
 
 
 def top1(logits, labels):
-    return 100 * (logits.argmax(1) == labels).double().mean().item()
+    right = logits.argmax(1) == labels
+    return 100 * right.double().mean().item()
 
 
-@pytest.fixture(scope="module", params=["crops", "cache", "mlp"])
+@pytest.fixture(scope="module", params=["", "--cache --batch-size 64", "--mlp"])
 def protocol(request, tree, tmp_path_factory):
     """An evaluation, and the same written plainly from files to heads."""
-    kind = request.param
-    flags = {"crops": [], "mlp": ["--mlp"],     # on random crops, as MLPs
-             "cache": ["--cache", "--val", tree / "held", "--batch-size", 64]}     # 33 images
     path = write_checkpoint(tmp_path_factory.mktemp("protocol"), depth=6)
-    args = eval_args(tree, path, "--seed", 2, *flags[kind])
+    args = eval_args(tree, path, "--seed", 2, *request.param.split())
     rows = eval_linear.evaluate(args)
 
     encoder = ser.load_encoder(path)
     sets = {}
-    parts = dict(train="train", few="few", val="held" if kind == "cache" else "val")
-
-    for name, part in parts.items():
-        images, labels = plain_split(tree / part)
+    for name in ("train", "val", "few"):
+        images, labels = plain_split(tree / name)
         centres = [plain_centre(image) for image in images]
         sets[name] = (plain_features(encoder, centres), labels)
 
@@ -1332,37 +1288,25 @@ def protocol(request, tree, tmp_path_factory):
     tables = []
     for epoch in range(2):
         crops = [plain_crop(image, 2, epoch, i) for i, image in enumerate(images)]
-        tables.append((plain_features(encoder, crops), labels))
-
-    if kind == "cache":
-        tables = [sets["train"]] * 2
+        tables.append(plain_features(encoder, crops))
+    if args.cache:
+        tables = [sets["train"][0]] * 2
 
     heads = []
     for lr in args.lr:
-        head = plain_head(kind)
-        loss = plain_training(head, tables, lr, 33 if kind == "cache" else 8)
-        head.requires_grad_(False)
-        right = {name: top1(head(x), y) for name, (x, y) in sets.items()}
+        head = plain_head(args.mlp)
+        loss = plain_training(head, tables, labels, lr, min(args.batch_size, 33))
+        x, y = sets["val"]
+        right = top1(head(x), y)
         heads.append(ser.Namespace(head=head, lr=lr, loss=loss, right=right))
 
-    best = max(heads, key=lambda each: each.right["val"])
-    return ser.Namespace(kind=kind, folder=path.parent, args=args, rows=rows, encoder=encoder,
-                         sets=sets, heads=heads, best=best)
-
-
-def value_of(rows, **keys):
-    row, = [row for row in rows if keys.items() <= row.items()]
-    return row["value"]
-
-
-def accuracy_of(protocol, name, classes, measure):
-    return value_of(protocol.rows, set=name, classes=classes, block=6, measure=measure)
+    best = max(heads, key=lambda each: each.right)
+    return ser.Namespace(folder=path.parent, args=args, rows=rows, sets=sets, best=best)
 
 
 def test_the_best_head_is_that_of_the_protocol(protocol):
-    if protocol.kind == "mlp":
-        assert not list(protocol.folder.glob("head-*.pt"))     # MLPs are not kept
-        return
+    if protocol.args.mlp:
+        return     # MLPs are not kept
     kept = head_of(protocol.folder)
     wanted = protocol.best.head[-1]
     close(kept["weight"], wanted.weight)
@@ -1379,38 +1323,44 @@ def test_eval_jsonl_has_loss_accuracy_and_rate_of_the_best_head(protocol):
     best = protocol.best
     assert (line["epoch"], line["lr"]) == (2, best.lr)
     assert line["loss"] == approx(best.loss, rel=1e-3)
-    assert line["val top-1 %"] == approx(best.right["val"])
+    assert line["val top-1 %"] == approx(best.right)
 
 
-@parametrize("name, classes", [("val", 3), ("few", 3), ("few", 2)])
+among = parametrize("name, classes", [("val", 3), ("few", 3), ("few", 2)])
+
+
+@among
 def test_heads_are_scored_among_all_classes_and_those_of_a_set(name, classes, protocol):
     x, y = protocol.sets[name]
-    logits = protocol.best.head(x)
-    logits[:, :3 - classes] = -math.inf     # few lacks the first
-    kind = "mlp" if protocol.kind == "mlp" else "linear"
-    found = accuracy_of(protocol, name, classes, f"{kind} top-1 %")
-    assert found == approx(top1(logits, y))
+    logits = protocol.best.head(x)[:, 3 - classes:]     # few lacks the first
+    kind = "mlp" if protocol.args.mlp else "linear"
+    found = value_of(protocol.rows, set=name, classes=classes, measure=f"{kind} top-1 %")
+    assert found == approx(top1(logits, y - 3 + classes))
 
 
-@parametrize("name, classes", [("val", 3), ("few", 3), ("few", 2)])
+@among
 def test_neighbours_are_the_training_images_of_the_classes(name, classes, protocol):
+    """20-NN reads the last block alone."""
     train, labels = protocol.sets["train"]
     x, y = protocol.sets[name]
     near = labels >= 3 - classes
-    wanted = plain_knn(train[near, -16:], labels[near], x[:, -16:], y)
-    found = accuracy_of(protocol, name, classes, "20-NN top-1 %")
+    wanted = eval_linear.knn(train[near, -16:], labels[near], x[:, -16:], y)
+    found = value_of(protocol.rows, set=name, classes=classes, measure="20-NN top-1 %")
     assert found == approx(wanted)
 
 
 def test_the_head_is_chosen_among_the_classes_of_val(tmp_path):
     """The second is perfect but for a class that val lacks."""
     heads = eval_linear.Heads(2, 2, 3)
-    heads[0][-1].weight.data = torch.tensor([[9.0, 9.0], [0.0, 0.0], [0.0, 0.0]])
-    heads[1][-1].weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]])
+    for head, rows in zip(heads, ("99 00 00", "10 01 99")):
+        weight = [list(map(float, row)) for row in rows.split()]
+        head[-1].weight.data = torch.tensor(weight)
+
     val = (torch.eye(2), torch.arange(2))
     args = ser.Namespace(lr=[1e-9, 1e-9], epochs=1, batch_size=2, seed=0)
     log = tmp_path / "eval.jsonl"
-    assert eval_linear.train_heads(heads, lambda *_: [val], 2, val, args, log, "") == 1
+    best = eval_linear.train_heads(heads, lambda *_: [val], 2, val, args, log, "")
+    assert best == 1
 
 
 def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
@@ -1420,24 +1370,29 @@ def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
     assert eval_linear.accuracy(logits, labels, torch.arange(1, 8)) == (25, 50)
 
 
-@parametrize("cosine, wanted", [(0.945, 100), (0.958, 0)])
-def test_votes_of_neighbours_have_the_weights_exp_s_over_07(cosine, wanted):
-    """One neighbour of cosine 1 against two: exp(.055 / .07) = 2.2, exp(.042 / .07) = 1.8."""
-    other = [cosine, math.sqrt(1 - cosine ** 2)]
-    train = torch.tensor([[1.0, 0.0], other, other])
+@parametrize("firsts, others, cosine, wanted", [
+    (1, 2, 0.945, 0),      # two votes of exp(-.055 / .07) = .46
+    (1, 2, 0.958, 1),      # two of .55
+    (10, 40, 0.995, 0),    # ten of .93 are near enough, an eleventh would win
+    (9, 40, 0.995, 1)])    # eleven of them, which nine would not beat
+def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, wanted):
+    """Neighbours of class 0 and cosine 1 against others of class 1."""
+    train = torch.tensor([[1.0, 0.0]] * firsts + [[cosine, math.sqrt(1 - cosine ** 2)]] * others)
+    labels = torch.tensor([0] * firsts + [1] * others)
     test = torch.tensor([[2.0, 0.0]])
-    labels = torch.tensor([0, 1, 1])
-    assert eval_linear.knn(train, labels, test, labels[:1]) == wanted
+    for label in (0, 1):
+        found = eval_linear.knn(train, labels, test, torch.tensor([label]))
+        assert found == 100 * (label == wanted)
 
 
-def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(tmp_path):
+@parametrize("classes, wanted", [("a b c d e f g h i j k", [0, 10, 2]), ("2 0 10", [1, 2, 0])])
+def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes, wanted, tmp_path):
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2", "10", "0"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (9, 9)).save(tmp_path / name / "a.png")
-    for classes, wanted in ((list("abcdefghijk"), [0, 10, 2]), (["2", "0", "10"], [1, 2, 0])):
-        folder = eval_linear.class_folder(tmp_path, None, classes)
-        assert [label for _, label in folder] == wanted
+    folder = eval_linear.class_folder(tmp_path, None, classes.split())
+    assert [label for _, label in folder] == wanted
 
 
 @torch.no_grad()
@@ -1448,15 +1403,13 @@ def plain_equivariance(f, x, kind, part):
     g = relative(g2, g1)
     moved = slow_rho(g, f(x))
     cosines = F.cosine_similarity(moved, f(slow_rho(g, x, 4)))
-
     h = g2
     if kind == "hflip":
         h = g2._replace(flip=torch.ones(len(x)).bool())
     if kind == "rot90":
         h = g2._replace(turns=torch.arange(len(x)) % 3 + 1)
-    moved = slow_rho(h, f(x))
-    z = moved.movedim(1, -1).flatten(0, 2)
-    z_prime = f(slow_rho(h, x, 4)).movedim(1, -1).flatten(0, 2)
+    z = slow_rho(h, f(x)).flatten(2).mT.flatten(0, 1)
+    z_prime = f(slow_rho(h, x, 4)).flatten(2).mT.flatten(0, 1)
     nearest = [F.cosine_similarity(token, z_prime).argmax() for token in z]
     found = torch.stack(nearest) == torch.arange(len(z))
     found = found.view(len(x), -1).float()
@@ -1475,8 +1428,10 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer):
         h = encoder.norm(h) if layer == 4 else h
         return h.movedim(-1, 1)
 
-    parts = [plain_equivariance(f, part, kind, n) for n, part in enumerate(x.split(32))]
-    cosine, share = [torch.cat(values).mean().item() for values in zip(*parts)]
+    cosines, shares = plain_equivariance(f, x[:32], kind, 0)
+    more_cosines, more_shares = plain_equivariance(f, x[32:], kind, 1)
+    cosine = torch.cat([cosines, more_cosines]).mean().item()
+    share = torch.cat([shares, more_shares]).mean().item()
     measured = eval_linear.equivariances(encoder, images, [layer], kind)[layer]
 
     assert measured[f"{kind} cosine"] == approx(cosine, abs=1e-4)
@@ -1496,16 +1451,18 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     head = head_of(tmp_path)
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
     assert first == second == wanted
-    assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 2 + 2     # rank 0's alone
+    lines = (tmp_path / "eval.jsonl").read_text().splitlines()
+    assert len(lines) == 2 + 2     # rank 0's alone
     close(head_of(tmp_path)["weight"], head["weight"], 1e-4)
 
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
     """The results of an evaluation without --data, its head and its encoders."""
-    path = write_checkpoint(tmp_path_factory.mktemp("synthetic"), image_size=8, cls_layer=2)
+    shape = dict(image_size=8, depth=4, cls_layer=3)
+    path = write_checkpoint(tmp_path_factory.mktemp("synthetic"), **shape)
     eval_linear.main(["--checkpoint", str(path), "--epochs", "1"])
-    untrained = ser.seeded_encoder(toy(image_size=8, cls_layer=2)).eval()
+    untrained = ser.seeded_encoder(toy(**shape)).eval()
     encoders = dict(untrained=untrained, trained=ser.load_encoder(path))
     return results_of(path.parent), head_of(path.parent), encoders
 
@@ -1513,14 +1470,18 @@ def synthetic(tmp_path_factory):
 @parametrize("name", ["untrained", "trained"])
 def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthetic):
     results, head, encoders = synthetic
-    train, labels = ser.synthetic_images(2048, 8, seed=101)
+    encoder = encoders[name]
+    images, labels = ser.synthetic_images(2048, 8, seed=101)
     val, truth = ser.synthetic_images(1000, 8, seed=102)
-    near, x = [eval_linear.cls_features(encoders[name], images, 1) for images in (train, val)]
+    train = eval_linear.cls_features(encoder, images, 1)
+    x = eval_linear.cls_features(encoder, val, 1)
+
     spread = torch.linspace(0, 999, 512).long()
-    wanted = eval_linear.equivariances(encoders[name], val[spread], [2], "rot90")[2]
-    wanted["20-NN top-1 %"] = eval_linear.knn(near, labels, x, truth)
+    wanted = eval_linear.equivariances(encoder, val[spread], [3], "rot90")[3]
+    wanted["20-NN top-1 %"] = eval_linear.knn(train, labels, x, truth)
     if name == "trained":
-        wanted["linear top-1 %"] = top1(F.linear(x, head["weight"], head["bias"]), truth)
+        logits = F.linear(x, head["weight"], head["bias"])
+        wanted["linear top-1 %"] = top1(logits, truth)
 
     for measure, value in wanted.items():
         found = value_of(results["rows"], measure=measure, encoder=name)
@@ -1534,31 +1495,25 @@ def test_head_and_rows_of_both_encoders_name_the_checkpoint(synthetic):
     assert head["weights"] == weights
     assert {row["weights"] for row in results["rows"]} == made_by.keys() == {weights}
     assert made_by[weights]["step"] == 7
-    assert made_by[weights]["settings"]["cls_layer"] == 2
+    assert made_by[weights]["settings"]["cls_layer"] == 3
 
 
 def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     """Its layout, filled with the numbers that stand in it."""
     text = (HERE / "README.md").read_text()
-    begin, *table, end = re.search(r"```\n(4,096.*?)\n```", text, re.S)[1].splitlines()
+    output = re.search(r"```\n(4,096.*?)\n```", text, re.S)[1]
+    begin, *table, end = output.splitlines()
     settings = vars(ser.parse([])) | {"images": 4096, "ranks": 1}
     ser.announce(io.StringIO(), settings, 0, 192)
     assert capsys.readouterr().out.splitlines() == [begin]
     assert end == "results are in runs/ser/eval.json"
 
-    values = {line[:48].strip(): line[48:].split() for line in table}
-    rows = [row | {"block": 3} for row in synthetic[0]["rows"]]
-    for row in rows:
-        title = f"{row['measure']} after block 3"
-        unit = 1
-        if row["classes"]:
-            title = f"val, 6 classes: {row['measure']}"
-        if "retrieval" in title:
-            title = title.replace("retrieval", "retrieval %")
-            unit = 100
-        untrained, trained = values[title]
-        shown = trained if row["encoder"] == "trained" else untrained
-        row["value"] = float(shown) / unit
+    columns = zip(*[line[48:].split() for line in table[1:]])
+    values = itertools.chain(*columns)     # of the untrained encoder, then of the trained one
+    rows = copy.deepcopy(synthetic[0]["rows"])
+    for row, value in zip(rows, values, strict=True):
+        unit = 100 if "retrieval" in row["measure"] else 1
+        row["value"] = float(value) / unit
     eval_linear.print_table(rows)
     assert capsys.readouterr().out.splitlines() == table
 
@@ -1569,46 +1524,35 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     ("--equivariance --cache", "linear 20-NN", 6)])
 def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):
     rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
-    measures = [row["measure"] for row in rows if row["classes"]]
-    layers = [row["block"] for row in rows if not row["classes"]]
-    encoders = [row["encoder"] for row in rows]
-    assert {measure.split()[0] for measure in measures} == set(accuracies.split())
-    assert set(layers) == set(range(1, blocks + 1))
+    kinds = {row["measure"].split()[0] for row in rows if row["classes"]}
+    layers = {row["block"] for row in rows if not row["classes"]}
+    encoders = {row["encoder"] for row in rows}
+    assert kinds == set(accuracies.split())
+    assert layers == set(range(1, blocks + 1))
     assert ("untrained" in encoders) == (blocks > 0)
-
-
-def test_results_are_in_out_and_nothing_beside_the_checkpoint(tree, checkpoint, tmp_path):
-    eval_linear.evaluate(eval_args(tree, checkpoint, "--out", tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["last.pt"]
-    head_of(tmp_path / "out")
-    assert (tmp_path / "out" / "eval.jsonl").exists()
-    assert len(results_of(tmp_path / "out")["rows"]) == 9
 
 
 def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     path = tmp_path / "eval.json"
-    row = {"measure": "20-NN"}
     for seed, weights, value in ((0, "a", 1), (1, "a", 2), (0, "b", 3), (0, "a", 4)):
-        of = eval_linear.Checkpoint(None, weights, value, {"depth": 3})
-        eval_linear.write(path, [row | {"value": value}], ser.Namespace(seed=seed), of)
+        row = {"measure": "20-NN", "value": value}
+        made_by = eval_linear.Checkpoint(None, weights, value, {"depth": 3})
+        eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by)
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4]
     assert results["checkpoints"]["b"] == {"step": 3, "settings": {"depth": 3}}
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
-    folder = checkpoint.parent
     for flags in ([], ["--mlp"], ["--cache"], []):
         eval_linear.evaluate(eval_args(tree, checkpoint, *flags))
-
-    assert len(list(folder.glob("head-*.pt"))) == 2
+    assert len(list(checkpoint.parent.glob("head-*.pt"))) == 2
 
     state = torch.load(checkpoint)
     state["encoder"]["norm.bias"] += 1
     ser.save(checkpoint, **state)
     eval_linear.evaluate(eval_args(tree, checkpoint))
-
-    assert len(list(folder.glob("head-*.pt"))) == 3
+    assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3
 
 
 @parametrize("test", ["train=few", "val=few", "crops=few", "few", "few=a few=b"])
@@ -1638,11 +1582,14 @@ def test_an_evaluation_refuses_before_the_work(flags, told, tree, tmp_path, monk
     assert told in sentence(eval_linear.main, flags.split())
 
 
-def test_an_evaluation_writes_before_it_prints(tree, checkpoint, monkeypatch):
+def test_results_are_in_out_before_they_are_printed(tree, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "print_table", lambda rows: sys.exit("closed"))
-    assert sentence(eval_linear.evaluate, eval_args(tree, checkpoint)) == "closed"
-    assert len(results_of(checkpoint.parent)["rows"]) == 9
-    head_of(checkpoint.parent)
+    args = eval_args(tree, checkpoint, "--out", tmp_path / "out")
+    assert sentence(eval_linear.evaluate, args) == "closed"
+    assert set(tmp_path.iterdir()) == {checkpoint, tmp_path / "out"}
+    assert (tmp_path / "out" / "eval.jsonl").exists()
+    assert len(results_of(tmp_path / "out")["rows"]) == 9
+    head_of(tmp_path / "out")
 
 
 # ==== 11. READMEs =======================================================================
@@ -1663,8 +1610,9 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     images = torch.rand(2, 3, 64, 96, generator=seeded())
     loss = names["equivariance_loss"](names["f1"], names["project"], images, images, 16, seeded())
     loss.backward()
-    reached = [p.grad.ne(0).any() for p in modules.parameters() if p.grad is not None]
-    assert len(reached) > 30 and all(reached)     # three blocks of twelve tensors, and more
+    gradients = [p.grad for p in modules.parameters() if p.grad is not None]
+    assert len(gradients) > 30     # three blocks of twelve tensors, and more
+    assert all(gradient.ne(0).any() for gradient in gradients)
 
 
 def test_features_are_two_lines_away(whole_run, monkeypatch):
