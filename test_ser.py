@@ -141,7 +141,6 @@ multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
 
 
 def become_rank(rank, main, ranks, port, *folders):
-    """What torchrun does, and then `main`."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     found = main(rank, ranks, *folders)
@@ -206,7 +205,6 @@ def test_a_flip_comes_first_and_turns_go_counter_clockwise():
 
 
 def test_the_relative_element_takes_view_1_to_view_2_for_all_64_pairs():
-    """g = g2 g1^-1, bit for bit, where g2 also scales."""
     x = noise(1, 2, 3, 5)
     for first, second in itertools.product(D4, D4):
         g1 = element(*first, (3, 5))
@@ -258,8 +256,7 @@ import torch.nn.functional as F, torch.distributed as dist
 from typing import NamedTuple
 """
     copied = {}
-    code = compile(imports + sections[1] + sections[4], "copied.py", "exec", dont_inherit=True)
-    exec(code, copied)
+    exec(imports + sections[1] + sections[4], copied)
 
     g = copied["sample_geometry"](3, 4, generator=seeded())
     moved = copied["rho"](copied["relative"](g, g), noise(3, 6, 4, 4))
@@ -280,10 +277,14 @@ def test_half_precision_has_the_values_of_fp32(dtype):
         assert same(patch_ntxent(z, z_prime), wanted)
 
 
-@parametrize("first, second", [((1, 4, 6), (1, 4, 6)), ((3, 4, 6), (3, 2, 6))])
-def test_a_loss_without_negatives_or_of_two_shapes_is_a_value_error(first, second):
+def test_a_loss_without_negatives_is_a_value_error():
     with pytest.raises(ValueError):
-        patch_ntxent(torch.ones(first), torch.ones(second))
+        patch_ntxent(noise(1, 4, 6), noise(1, 4, 6))
+
+
+def test_a_loss_of_tokens_of_two_shapes_is_a_value_error():
+    with pytest.raises(ValueError):
+        patch_ntxent(noise(3, 4, 6), noise(3, 2, 6))
 
 
 def test_a_geometry_of_another_number_of_images_is_a_value_error():
@@ -316,10 +317,10 @@ def plain_normal(x):
 def plain_cut(image, drawn):
     """A crop of an image as recorded, uint8 (3, 16, 16), mirrored if that says so."""
     h, w = image.shape[1:]
-    box = (drawn.top * h, drawn.left * w, drawn.height * h, drawn.width * w)
-    sides = [round(float(side)) for side in box]
-    part = TF.crop(image, *sides)[None]
-    part = F.interpolate(part, (16, 16), mode="bilinear", antialias=True)[0]
+    sides = torch.stack([drawn.top * h, drawn.left * w, drawn.height * h, drawn.width * w])
+    part = TF.crop(image, *sides.round().int().tolist())
+    part = F.interpolate(part[None], (16, 16), mode="bilinear", antialias=True)
+    part = part[0]
     return part.flip(-1) if drawn.flip else part
 
 
@@ -339,12 +340,12 @@ def check_view(view, images):
         close(view.b2, ser.photometric(moved, aug.rows(slice(n_b1, None)), view.order))
 
 
-def toy_views(**changes):
+def toy_views(step=0, **changes):
     """The views of a batch of random images, four in b1 and four in b2, by a run's data path."""
     args = toy(**changes)
     dataset = ser.two_views(pixels(8, 3, 20, 24), args)
     loaded = default_collate([dataset[0, i, i > 3] for i in range(8)])
-    return ser.make_views(loaded, args, step=0)
+    return ser.make_views(loaded, args, step)
 
 
 def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
@@ -419,26 +420,23 @@ def test_the_two_views_of_an_image_are_independent(draws):
 
 @parametrize("seed, epoch, index", [(1, 1, 5), (0, 2, 5), (0, 1, 6)])
 def test_draws_depend_on_seed_epoch_and_image(seed, epoch, index):
-    image = pixels(3, 20, 24)
-    (_, drawn), _ = ser.two_views([], toy()).views(image, (1, 5, False))
-    (_, other), _ = ser.two_views([], toy(seed=seed)).views(image, (epoch, index, False))
+    def sample(seed, *key):
+        dataset = ser.two_views([], toy(seed=seed))
+        (_, aug), _ = dataset.views(pixels(3, 20, 24), key)
+        return aug
+
+    drawn = sample(0, 1, 5, False)
+    other = sample(seed, epoch, index, False)
     assert drawn[:4] != other[:4]     # the crop, by torch's generator
     assert drawn.blur != other.blur     # the jitter, by Python's
 
 
 def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
-    aug = default_collate([Augmentation()] * 64)
-    loaded = [(pixels(64, 3, 16, 16), aug)] * 2
-    views = []
-    for seed, step in itertools.product((0, 1), (0, 1)):
-        args = toy(batch_size=64, seed=seed)
-        views += ser.make_views(loaded, args, step)
-
+    views = toy_views() + toy_views(step=1) + toy_views(seed=1)
     orders = {tuple(view.order.tolist()) for view in views}
-    assert len(orders) > 4     # of eight
-    for a, b in itertools.combinations(views, 2):
-        alike = a.geometry.turns == b.geometry.turns
-        assert alike.float().mean() < 0.6
+    turns = {tuple(view.geometry.turns.tolist()) for view in views}
+    assert len(turns) == 6
+    assert len(orders) > 4
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
@@ -462,8 +460,8 @@ def plain_block(block):
     """torch's own pre-norm block with the same weights."""
     layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, F.gelu, 1e-6, True, norm_first=True)
     ours = list(block.parameters())
-    norm1, attention, norm2, mlp = ours[:2], ours[2:6], ours[6:8], ours[8:]
-    for p, weight in zip(layer.parameters(), attention + mlp + norm1 + norm2, strict=True):
+    weights = ours[2:6] + ours[8:] + ours[:2] + ours[6:8]     # torch has the norms at the end
+    for p, weight in zip(layer.parameters(), weights, strict=True):
         p.copy_(weight)
     return layer
 
@@ -511,7 +509,6 @@ def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(
 
 @parametrize("flags, wanted", [("", 43_349_888), ("--ratio 0 --cls-layer 0", 42_890_368)])
 def test_parameter_counts_are_the_papers(flags, wanted):
-    """Table 1: 43.4 M with SER, 42.9 M for MoCo-v3."""
     args = ser.parse(["--data", "imagenet", *flags.split()])
     with torch.device("meta"):
         model = ser.build(args)
@@ -618,12 +615,11 @@ def rank_main(rank, ranks, out, folder):
         ser.save = ser.save_views = lambda *_, **__: os._exit(3)
 
     args = toy(folder, Path(out, str(ranks)), **RANK_RUN)
-    printed = io.StringIO()
-    bar = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(bar):
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         ser.train(args, without_batch_norm, make_optimizer=sgd)
 
-    return dict(seeds=SEEDS, printed=printed.getvalue(), bar=bar.getvalue())
+    return told.getvalue(), SEEDS
 
 
 def distance(a, b, names):
@@ -661,25 +657,23 @@ def test_ranks_train_as_one_process(one_rank, several_ranks):
 
 
 def test_ranks_log_as_one_process(one_rank, several_ranks):
-    first, *lines = log_of(several_ranks[1])
-    assert [line["step"] for line in lines] == [1, 4, 5, 6] and first["b2"] == 4
+    _, *lines = log_of(several_ranks[1])
+    assert [line["step"] for line in lines] == [1, 4, 5, 6]
     for ours, theirs in zip(lines, log_of(one_rank)[1:], strict=True):
         assert ours == approx(theirs, rel=1e-4)
 
 
-@parametrize("stream", ["printed", "bar"])
-def test_one_rank_prints(stream, several_ranks):
-    first, *others = [each[stream] for each in several_ranks[0]]
-    assert first > ""
+def test_one_rank_prints(several_ranks):
+    first, *others = [told for told, _ in several_ranks[0]]
+    assert "steps are done" in first and "images/s" in first
     assert set(others) == {""}
 
 
 def test_ranks_and_steps_share_no_seed(several_ranks):
-    seeds = []
-    for each in several_ranks[0]:
-        seeds += each["seeds"]
-    assert len(set(seeds)) == len(seeds) == 6 * len(several_ranks[0])
-    assert ser.rng(0, "step", 5, 1).initial_seed() in seeds     # the last of rank 1
+    found = set()
+    for _, seeds in several_ranks[0]:
+        found |= set(seeds)
+    assert len(found) == 6 * len(several_ranks[0])
 
 
 def plain_cls(encoder, view):
@@ -850,7 +844,7 @@ def test_the_defaults_are_the_papers():
         moco_hidden=4096, crop_min=0.08, batch_size=2048, epochs=100.0, warmup_epochs=10.0,
         base_lr=3e-4, weight_decay=0.1, seed=0)
     found = vars(ser.parse(["--data", "imagenet"]))
-    assert {name: found[name] for name in paper} == paper
+    assert paper.items() <= found.items()
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
 
@@ -1040,12 +1034,12 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     images, _ = ser.synthetic_images(64, 16, seed=5)
     images = ser.normalise(images / 255)
     shares = []
-    for weight in (0.0, 0.5):
-        short = ser.SMALL | dict(
-            image_size=16, depth=3, cls_layer=2, equiv_layers=[2], group=["rot90"],
-            ratio=0.5, moco_hidden=64, epochs=0.25, warmup_epochs=0.1,
-            base_lr=4e-2, weight=weight, out=str(tmp_path / str(weight)))
-        encoder = ser.load_encoder(ser.train(ser.parse([], small=short)))
+    flags = ("--image-size 16 --depth 3 --cls-layer 2 --equiv-layers 2 --group rot90 --ratio 0.5 "
+             "--moco-hidden 64 --epochs 0.25 --warmup-epochs 0.1 --base-lr 0.04")
+    for weight in ("0", "0.5"):
+        own = ["--weight", weight, "--out", str(tmp_path / weight)]
+        args = ser.parse(flags.split() + own)
+        encoder = ser.load_encoder(ser.train(args))
         f1 = lambda x: encoder(x, [2]).maps[2]
         shares.append(eval_linear.retrieval(f1, images, 4, "rot90"))
 
@@ -1109,8 +1103,7 @@ def test_the_last_line_of_an_unreadable_image_is_its_path(workers, tmp_path):
 
 
 def test_synthetic_images_differ_within_a_class_and_have_colours():
-    images, labels = ser.synthetic_images(600, 16, seed=0)
-    assert labels.tolist() == [i % 6 for i in range(600)]
+    images, _ = ser.synthetic_images(600, 16, seed=0)
     correlation = images.flatten(1).double().corrcoef()
     assert correlation.fill_diagonal_(0).max() < 0.95
     tint = images[:, 0].double() - images[:, 1]
@@ -1149,9 +1142,9 @@ def checkpoint(tmp_path):
 
 
 def eval_args(tree, checkpoint, *flags):
-    argv = ["--data", tree, "--checkpoint", checkpoint, "--test", f"few={tree}/few",
-            "--workers", 0, "--epochs", 2, "--batch-size", 8, "--lr", 0.3, 10, *flags]
-    return eval_linear.parse(list(map(str, argv)))
+    paths = ["--data", tree, "--checkpoint", checkpoint, "--test", f"few={tree}/few"]
+    common = "--workers 0 --epochs 2 --batch-size 8 --lr 0.3 10".split()
+    return eval_linear.parse([*map(str, paths), *common, *map(str, flags)])
 
 
 def head_of(folder):
@@ -1323,7 +1316,6 @@ def test_the_head_is_chosen_among_the_classes_of_val(tmp_path):
 def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
     logits = torch.tensor([9, 1, 2, 3, 4, 5, 6, 8.0]).expand(4, -1)
     labels = torch.tensor([7, 0, 6, 1])
-    assert eval_linear.accuracy(logits, labels, torch.arange(8)) == (25, 75)
     assert eval_linear.accuracy(logits, labels, torch.arange(1, 8)) == (25, 50)
 
 
@@ -1484,13 +1476,14 @@ def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoi
 
 def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     path = tmp_path / "eval.json"
-    for seed, weights, value in ((0, "a", 1), (1, "a", 2), (0, "b", 3), (0, "a", 4)):
+    writes = [(0, "a", 1), (1, "a", 2), (0, "b", 3), (0, "a", 4)]
+    for seed, weights, value in writes:
         row = {"measure": "20-NN", "value": value}
-        made_by = eval_linear.Checkpoint(None, weights, value, {"depth": 3})
+        made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by)
-    results = results_of(tmp_path)
-    assert [row["value"] for row in results["rows"]] == [2, 3, 4]
-    assert results["checkpoints"]["b"] == {"step": 3, "settings": {"depth": 3}}
+
+    rows = results_of(tmp_path)["rows"]
+    assert [row["value"] for row in rows] == [2, 3, 4]
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
@@ -1521,25 +1514,25 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
 
 
 @parametrize("flags, told", [
-    ("--data TREE", "needs --checkpoint"), ("--checkpoint RUN", "add --data"),
-    ("--data TREE --checkpoint RUN --out LOCKED", "LOCKED")])
-def test_an_evaluation_refuses_before_the_work(flags, told, tree, tmp_path, monkeypatch):
+    ("--data .", "needs --checkpoint"), ("--checkpoint last.pt", "add --data"),
+    ("--data . --checkpoint last.pt --out LOCKED", "LOCKED")])
+def test_an_evaluation_refuses_before_the_work(flags, told, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "load_sets", lambda *_: pytest.fail("it began"))
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "LOCKED")
     monkeypatch.chdir(tmp_path)
-    run = write_checkpoint(tmp_path, data=tree)
-    flags = flags.replace("TREE", str(tree)).replace("RUN", str(run))
+    write_checkpoint(tmp_path, data=tmp_path)
     assert told in sentence(eval_linear.main, flags.split())
 
 
 def test_results_are_in_out_before_they_are_printed(tree, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "print_table", lambda rows: sys.exit("closed"))
-    args = eval_args(tree, checkpoint, "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    args = eval_args(tree, checkpoint, "--out", out)
     assert sentence(eval_linear.evaluate, args) == "closed"
-    assert set(tmp_path.iterdir()) == {checkpoint, tmp_path / "out"}
-    assert (tmp_path / "out" / "eval.jsonl").exists()
-    assert len(results_of(tmp_path / "out")["rows"]) == 9
-    head_of(tmp_path / "out")
+    assert set(tmp_path.iterdir()) == {checkpoint, out}
+    assert (out / "eval.jsonl").exists()
+    assert len(results_of(out)["rows"]) == 9
+    head_of(out)
 
 
 # ==== 11. READMEs =======================================================================
@@ -1548,7 +1541,7 @@ def paste(start, **names):
     text = (HERE / "README.md").read_text() + (HERE / "paper" / "README.md").read_text()
     block, = re.findall(rf"^```python\n({start}.*?)^```", text, re.M | re.S)
     names["__name__"] = "pasted"
-    exec(compile(block, "pasted.py", "exec", dont_inherit=True), names)
+    exec(block, names)
     return names
 
 
