@@ -52,10 +52,8 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 # What pictures show: accuracy against retrieval of turns.
 TURNS = "rot90 retrieval"
-BLOCKS = {"layer-4": 4, "layer-6": 6}     # that have L_equiv; 2 in all other runs
-LABELS = {"SER-0.02": "SER, λ = .02", "SER-0.1": "SER, λ = .1", "SER-0.25": "SER, λ = .25",
-          "SER": "SER, λ = .5", "layer-4": "λ = .5, block 4", "layer-6": "λ = .5, block 6"}
-ALONG_LAMBDA = ("control", "SER-0.02", "SER-0.1", "SER-0.25", "SER")
+SHOWN = {     # in the pictures
+    "MoCo-v3": "MoCo-v3", "control": "control", "SER-0.1": "SER, λ = .1", "SER": "SER, λ = .5"}
 
 
 def make_copies(data: str, folder: Path, side: int) -> None:
@@ -111,56 +109,31 @@ def read(paths: Iterable, epochs: float, b2: int) -> list[dict]:
     return sorted(kept, key=lambda row: order.index(row["run"]))
 
 
-def panel(axes: Any, rows: Sequence[dict], measure: str, blocks: dict) -> None:
-    """An accuracy against retrieval of turns: a dot for each seed, or mean and std where seeds are
-    lost. A line joins the means along lambda. blocks: run -> that of its retrieval."""
-    line = []
-    for run, block in blocks.items():
-        x = sweep.select(rows, run, TURNS, block)
-        y = sweep.select(rows, run, measure, 6)
-        if not x or not y:
-            continue
-        x_mean, x_std = sweep.mean_and_std(x)
-        y_mean, y_std = sweep.mean_and_std(y)
-        if run in ALONG_LAMBDA:
-            line.append((x_mean, y_mean))
-
-        colour = f"C{NAMES.index(run)}"
-        dots = [(x[seed]["value"], y[seed]["value"]) for seed in x if seed in y]
-        if None in x or None in y:     # the seed of rows whose own are lost
-            dots = [(x_mean, y_mean)]
-            axes.errorbar(x_mean, y_mean, y_std, x_std, color=colour)
-        marker = {"MoCo-v3": "*", "control": "s"}.get(run, "o")
-        axes.scatter(*zip(*dots), marker=marker, color=colour, label=LABELS.get(run, run))
-
-    axes.plot(*zip(*line), color="gray", zorder=0)
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.set(ylabel=measure)
-
-
 def tradeoff(figure: Any, rows: Sequence[dict]) -> None:
-    """Left, linear accuracy, and retrieval after the block that has L_equiv (2 for MoCo-v3 and the
-    control); right, 20-NN, and retrieval after the last block. The heads of block 4 read two
-    blocks, not four, so the left panel leaves them out."""
-    left, right = figure.subplots(1, 2)
-    own = {run: BLOCKS.get(run, 2) for run in NAMES if run != "layer-4"}
-    panel(left, rows, "linear top-1 %", own)
-    panel(right, rows, "20-NN top-1 %", dict.fromkeys(NAMES, 6))
-    left.set(xlabel="retrieval of turns after the block of L_equiv")
-    right.set(xlabel="retrieval of turns after block 6, the last")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside right")
+    """Linear accuracy against retrieval of turns after block 2, a dot for each seed."""
+    axes = figure.subplots()
+    for run, label in SHOWN.items():
+        x = sweep.select(rows, run, TURNS, 2)
+        y = sweep.select(rows, run, "linear top-1 %", 6)
+        both = [seed for seed in x if seed in y]
+        x_of_seeds = [x[seed]["value"] for seed in both]
+        y_of_seeds = [y[seed]["value"] for seed in both]
+        axes.scatter(x_of_seeds, y_of_seeds, label=label)
+
+    axes.margins(y=1.5)     # so that the noise of seeds does not fill the picture
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.set(xlabel="retrieval of turns", ylabel="linear top-1 %")
+    axes.legend()
 
 
 def retrieval(figure: Any, rows: Sequence[dict]) -> None:
-    """Retrieval of turns after block 2: a bar for the mean, a dot for each seed, or the std where
-    seeds are lost."""
+    """Retrieval of turns after block 2, a bar for the mean and a dot for each seed."""
     axes = figure.subplots()
-    for run in ("untrained", "MoCo-v3", *ALONG_LAMBDA):
+    for run, label in {"untrained": "untrained", **SHOWN}.items():
         found = sweep.select(rows, run, TURNS, 2)
         if found:
-            label = LABELS.get(run, run)
-            average, std = sweep.mean_and_std(found)
-            axes.bar(label, average, color="lightgray", yerr=std if None in found else None)
+            average, _ = sweep.mean_and_std(found)
+            axes.bar(label, average, color="lightgray")
             dots = [row["value"] for seed, row in found.items() if seed is not None]
             axes.scatter([label] * len(dots), dots, color="C0", zorder=2)
     axes.yaxis.set_major_formatter("{x:.0%}")
