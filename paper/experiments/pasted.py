@@ -42,7 +42,7 @@ def four_views(image: object) -> tuple[Tensor, ...]:
 def equivariance_loss(f1, project, images1, images2, patch, shared):
     """images1 and images2: (B, 3, h, w), the same images, resized, not cropped, each with a colour
     jitter of its own. f1 takes images of any size to maps (B, D, h / patch, w / patch).
-    shared: a torch.Generator with the same seed on all GPUs."""
+    shared: a torch.Generator with the same seed on all GPUs, so that they share a grid."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
