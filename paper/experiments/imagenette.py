@@ -14,12 +14,11 @@ The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, 
 4 moves L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18. Here it moves from block 2 to 4 and
 6. Tables are those of sweep.py, with differences to the control, then to MoCo-v3. Linear heads and
 20-NN read one centre crop, and a run's linear accuracy is the mean over heads of three seeds. Each
-run has a folder in OUT with its rows.json, so several processes can share the seeds.
+run has a folder in OUT with its rows.json, so several processes can share the seeds, once the
+copies are there.
 """
 import json
-import shutil
 import sys
-import tempfile
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean
@@ -57,21 +56,16 @@ SHOWN = {     # in the pictures
 
 
 def make_copies(data: str, folder: Path, side: int) -> None:
-    """Write a copy of each image of data/train and data/val, its centre at side x side pixels. Of
-    several processes, the first that is ready gives its copies to all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    """Write a copy of each image of data/train and data/val, its centre at side x side pixels. A
+    folder that has its name is whole."""
+    unfinished = folder.with_suffix(".unfinished")
     for source in Path(data).glob("*/*/*"):
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(source) as image:
             copy = ImageOps.fit(image.convert("RGB"), (side, side))
         copy.save(target, quality=95)
-
-    try:
-        unfinished.rename(folder)
-    except OSError:     # another process was faster
-        shutil.rmtree(unfinished)
+    unfinished.rename(folder)
 
 
 def plain_attention(words: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 import eval_linear
 import ser
@@ -45,25 +45,14 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
     assert "--plain" not in capsys.readouterr().out
 
 
-def test_copies_are_centre_squares_and_the_first_of_two_processes_gives_them(tmp_path, monkeypatch):
-    """The other one makes all of its copies while this one makes its first."""
-    copies = tmp_path / "out" / "copies"
-    given = (str(tmp_path / "D"), copies, 8)
-    fit = ImageOps.fit
-
-    def fit_later(*image_and_size):
-        monkeypatch.setattr(ImageOps, "fit", fit)
-        imagenette.make_copies(*given)
-        return fit(*image_and_size)
-
-    monkeypatch.setattr(ImageOps, "fit", fit_later)
+def test_copies_are_centre_squares(tmp_path):
     Path(tmp_path, "D/train/n01").mkdir(parents=True)
     image = Image.new("RGB", (30, 20), "red")
     image.paste("blue", (5, 0, 25, 20))     # the square in the centre
     image.save(tmp_path / "D/train/n01/1.png")
-    imagenette.make_copies(*given)
-    assert list(tmp_path.glob("out/**/*.*")) == [copies / "train/n01/1.jpg"]
-    copy = ser.read_image(str(copies / "train/n01/1.jpg"))
+    imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)
+    assert [*tmp_path.glob("out/**/*.*")] == [tmp_path / "out/copies/train/n01/1.jpg"]
+    copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
 
