@@ -79,6 +79,7 @@ def parse(argv: Sequence[str] | None = None,
     args.with_heads = args.cache or args.mlp or nothing_else
     args.with_knn = args.with_heads or args.knn
     args.with_equivariance = args.equivariance or not args.data
+    args.cache = args.cache or not args.data     # no crops of synthetic images
     return args
 
 
@@ -122,7 +123,7 @@ class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
     centre_crops: Dataset             # of the training images
-    random_crops: Dataset | None      # of the same; None for synthetic images
+    random_crops: Dataset | None      # of the same; None without --data
     tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
 
 
@@ -462,13 +463,13 @@ def print_table(rows: Sequence[dict]) -> None:
 def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
               log: Path) -> tuple[nn.Module, float]:
     """The head that is best on val, and its rate. Heads train on random crops or, with
-    --cache and on synthetic images, on `train`, the features and labels of centre crops."""
+    --cache, on `train`, the features and labels of centre crops."""
     x, y = train     # of random crops, only their number is used
     width = val[0].shape[1]
 
     # What train_heads asks for in every epoch.
     def epoch_batches(epoch: int, shares: list) -> Iterable:
-        if args.cache or sets.random_crops is None:
+        if args.cache:
             return ((x[share].float(), y[share]) for share in shares)
         crops = Seeded(sets.random_crops, args.seed, epoch)
         return encode(encoder, crops, width // encoder.dim, args, shares)
@@ -501,8 +502,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
-    cached = args.cache or sets.random_crops is None
-    x, y = extract(encoder, sets.centre_crops, blocks if cached else 1, args)
+    x, y = extract(encoder, sets.centre_crops, blocks if args.cache else 1, args)
     if x.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
         x = x.half()
     tests = {}
