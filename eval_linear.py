@@ -535,6 +535,19 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
+def equivariance_rows(encoder: ViT, val: Dataset, layers: Sequence[int]) -> list[dict]:
+    """Rows of all elements, by 512 images that are spread over val, which is sorted by class."""
+    places = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
+    pixels = [val[place][0] for place in places.tolist()]
+    images = torch.stack(pixels).to(encoder.cls_token.device)
+
+    rows = []
+    for element in ser.ELEMENTS:
+        for layer, values in equivariances(encoder, images, layers, element).items():
+            rows += make_rows(values, "val", None, layer)
+    return rows
+
+
 def evaluate(args: Namespace) -> list[dict]:
     """Evaluate a checkpoint: write its rows and the best linear head, then print a table."""
     device = ser.setup()
@@ -547,16 +560,9 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    # Equivariance of up to 512 images of val, after every block or after the last of f1.
-    val = sets.tests["val"]
-    images_used = min(512, len(val))
-    places = torch.linspace(0, len(val) - 1, images_used).long()
-    pixels = [val[place][0] for place in places.tolist()]
-    images = torch.stack(pixels).to(device)
+    layers = [max(1, run.cls_layer)]     # the last of f1
     if args.equivariance:
         layers = range(1, run.depth + 1)
-    else:
-        layers = [max(1, run.cls_layer)]
 
     rows = []
     heads = {}     # encoder -> what is kept of its best head
@@ -565,9 +571,8 @@ def evaluate(args: Namespace) -> list[dict]:
         own = []
         if args.with_knn:
             own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-        for element in ser.ELEMENTS if args.with_equivariance else ():
-            for layer, values in equivariances(encoder, images, layers, element).items():
-                own += make_rows(values, "val", None, layer)
+        if args.with_equivariance:
+            own += equivariance_rows(encoder, sets.tests["val"], layers)
         rows += [row | {"encoder": name} for row in own]
 
     # Write first: a closed terminal ends the program at its first print.
