@@ -39,7 +39,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
-from ser import Geometry, ViT, rho
+from ser import ViT, rho
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ====================
@@ -327,80 +327,60 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
-def sample_motion(element: str, part: int, images: int, grid: int) -> Geometry:
-    """One element for each image, of "rot90", "hflip" or "scale" alone. It is not the identity,
-    which any map would follow, but for scalings that round to the grid itself."""
-    h = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
-    if element == "rot90":
-        h = h._replace(turns=1 + torch.arange(images) % 3)
-    if element == "hflip":
-        h = h._replace(flip=torch.ones_like(h.flip))
-    return h
-
-
-def share_found(moved_maps: Tensor, maps_of_moved: Tensor) -> float:
-    """The share of the tokens of rho_h f(x) whose most similar token, among all of
-    f(rho_h x), is that of the same image and place. Both are (B, D, H, W)."""
-    z = moved_maps.movedim(1, -1).flatten(0, 2)                               # (B N, D)
-    z_prime = maps_of_moved.movedim(1, -1).flatten(0, 2)
-    similarities = F.normalize(z) @ F.normalize(z_prime).T                    # (B N, B N)
-    nearest = similarities.argmax(1)
-    right = nearest.cpu() == torch.arange(len(z))
-    return right.float().mean().item()
-
-
+# f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
+# f1(rho_g(x)). Two numbers say how nearly that is so. Both are for any f1 that takes images
+# (B, 3, h, w) to maps (B, D, h / patch, w / patch), and for one `element` of the group at a
+# time, "rot90", "hflip" or "scale". images: (n, 3, S, S), as f1 takes them.
 @torch.no_grad()
-def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """How often a token of a moved image finds its counterpart, for any f1 that takes
-    images (B, 3, h, w) to maps (B, D, h / patch, w / patch). In each part of 32 images x, a
-    token of rho_h f1(x) looks for the most similar one in all of f1(rho_h x). Returns the
-    share that finds that of the same image and place, which is 1 / (32 H W) by chance.
-    images: (n, 3, S, S), as f1 takes them; element: what h is of, "rot90", "hflip" or
-    "scale"."""
+def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
+    """A.2's score: the mean over tokens of cos(rho_g(f1(x)), f1(rho_g(x))), where g is
+    sampled as in training, so that for some images it is the identity."""
+    grid = images.shape[-1] // patch
     total = 0.0
     for part, x in enumerate(images.split(32)):
-        h = sample_motion(element, part, len(x), images.shape[-1] // patch)
-        moved_maps = rho(h, f1(x))
-        maps_of_moved = f1(rho(h, x, patch))
-        total += len(x) * share_found(moved_maps, maps_of_moved)
+        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
+        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
+        g = ser.relative(g2, g1)
+
+        moved_map = rho(g, f1(x))
+        map_of_moved = f1(rho(g, x, patch))
+        total += len(x) * F.cosine_similarity(moved_map, map_of_moved).mean().item()
     return total / len(images)
 
 
 @torch.no_grad()
-def equivariances(encoder: ViT, images: Tensor, layers: Sequence[int],
-                  element: str) -> dict:
-    """layer -> how token maps f(x) after that block move under one element of G:
-    "retrieval" as above, and A.2's "cosine", the mean over tokens of cos(rho_g f(x),
-    f(rho_g x)) with g sampled as in training. Choice: maps of the last block, A.2's "final
-    representation", are under the final LayerNorm. images: (n, 3, S, S) uint8."""
-    def encode_maps(x: Tensor) -> dict[int, Tensor]:
-        maps = encoder(x, layers).maps
-        if encoder.depth in maps:
-            tokens = maps[encoder.depth].movedim(1, -1)
-            maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
-        return maps
+def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
+    """How often a token finds itself in the moved image. In each part of 32 images x, each
+    token of rho_g(f1(x)) looks for the most similar one in all of f1(rho_g(x)). Returns the
+    share that finds the one of the same image and place, 1 / (32 H W) by chance. Unlike
+    for the cosine, g is never the identity, under which every token would find itself;
+    only a scaling may round to it."""
+    grid = images.shape[-1] // patch
+    found = 0.0
+    for part, x in enumerate(images.split(32)):
+        g = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
+        if element == "rot90":
+            g = g._replace(turns=1 + torch.arange(len(x)) % 3)
+        if element == "hflip":
+            g = g._replace(flip=torch.ones_like(g.flip))
 
-    sums = {layer: torch.zeros(2) for layer in layers}
-    for part, pixels in enumerate(images.split(32)):
-        x = ser.normalise(pixels / 255)
-        generator1 = ser.rng(element, part, 1)
-        generator2 = ser.rng(element, part, 2)
-        g1 = ser.sample_geometry(len(x), encoder.grid, (element,), generator1)
-        g2 = ser.sample_geometry(len(x), encoder.grid, (element,), generator2)
-        g = ser.relative(g2, g1)
-        h = sample_motion(element, part, len(x), encoder.grid)
+        z = rho(g, f1(x)).movedim(1, -1).flatten(0, 2)                          # (B N, D)
+        z_prime = f1(rho(g, x, patch)).movedim(1, -1).flatten(0, 2)
+        similarities = F.normalize(z) @ F.normalize(z_prime).T                 # (B N, B N)
+        right = similarities.argmax(1).cpu() == torch.arange(len(z))
+        found += len(x) * right.float().mean().item()
+    return found / len(images)
 
-        f_x = encode_maps(x)
-        f_gx = encode_maps(rho(g, x, encoder.patch_size))
-        f_hx = encode_maps(rho(h, x, encoder.patch_size))
 
-        for layer in layers:
-            cosine = F.cosine_similarity(rho(g, f_x[layer]), f_gx[layer]).mean()
-            share = share_found(rho(h, f_x[layer]), f_hx[layer])
-            sums[layer] += torch.tensor([cosine, share]) * len(x) / len(images)
-
-    names = (f"{element} cosine", f"{element} retrieval")
-    return {layer: dict(zip(names, values.tolist())) for layer, values in sums.items()}
+def maps_after(encoder: ViT, block: int) -> Callable:
+    """The function that takes images to the token maps after a block. Choice: those of the
+    last block, A.2's "final representation", are under the final LayerNorm."""
+    def f1(x: Tensor) -> Tensor:
+        tokens = encoder(x, [block]).maps[block].movedim(1, -1)
+        if block == encoder.depth:
+            tokens = encoder.norm(tokens)
+        return tokens.movedim(-1, 1)
+    return f1
 
 
 # ==== 7. Results: rows that say what made them ============================================
@@ -535,16 +515,20 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
-def equivariance_rows(encoder: ViT, val: Dataset, layers: Sequence[int]) -> list[dict]:
+def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list[dict]:
     """Rows of all elements, by 512 images that are spread over val, which is sorted by class."""
     places = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
-    pixels = [val[place][0] for place in places.tolist()]
-    images = torch.stack(pixels).to(encoder.cls_token.device)
+    pixels = torch.stack([val[place][0] for place in places.tolist()])
+    images = ser.normalise(pixels.to(encoder.cls_token.device) / 255)
 
     rows = []
     for element in ser.ELEMENTS:
-        for layer, values in equivariances(encoder, images, layers, element).items():
-            rows += make_rows(values, "val", None, layer)
+        for block in blocks:
+            of = (maps_after(encoder, block), images, encoder.patch_size, element)
+            values = {
+                f"{element} cosine": cosine(*of),
+                f"{element} retrieval": retrieval(*of)}
+            rows += make_rows(values, "val", None, block)
     return rows
 
 

@@ -748,13 +748,10 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     parser = parser or arguments()
     # argparse sets no default where the Namespace has a value, so that a flag that is not
     # given stays None.
-    not_given = dict.fromkeys(small)
-    args = parser.parse_args(argv, Namespace(**not_given))
-
-    synthetic = not args.data
-    for name in small:
+    args = parser.parse_args(argv, Namespace(**dict.fromkeys(small)))
+    for name, value in small.items():
         if getattr(args, name) is None:
-            setattr(args, name, small[name] if synthetic else parser.get_default(name))
+            setattr(args, name, parser.get_default(name) if args.data else value)
 
     if args.ratio == 0:
         args.equiv_layers = []     # without b2, projectors would get no gradient
@@ -1005,16 +1002,16 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each channel of each image, (3 B, 2 radius + 1). Its values are
-    # exponentials, which softmax divides by their sum.
+    # A Gaussian for each image, (B, 2 radius + 1). Its values are exponentials, which
+    # softmax divides by their sum.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-    kernel = kernel.repeat_interleave(3, dim=0)
 
-    # A convolution with a group for each of them, down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").flatten(0, 1)[None]
-    x = F.conv2d(x, kernel[:, None, :, None], groups=3 * B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=3 * B)
-    return x.view(B, 3, h, w)
+    # A convolution sees (3, B, h, w), three maps with a group of channels for each image.
+    # It goes down the columns, then along the rows.
+    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
+    return x.transpose(0, 1)
 
 
 # torchvision's colour jitter, for images x in [0, 1] and factors f (B, 1, 1, 1). A factor

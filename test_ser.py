@@ -1383,10 +1383,10 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
         h = encoder.norm(h) if layer == 4 else h
         return h.movedim(-1, 1)
 
+    rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [layer])
     cosine, share = plain_equivariance(f, x, kind)
-    measured = eval_linear.equivariances(encoder, images, [layer], kind)[layer]
-    found = [*measured.values(), eval_linear.retrieval(f, x, 4, kind)]
-    close(torch.tensor(found), torch.stack([cosine, share, share]), 1e-4)
+    wanted = {f"{kind} cosine": cosine.item(), f"{kind} retrieval": share.item()}
+    check_values(rows, wanted, set="val", block=layer)
 
 
 def eval_rank(rank, ranks, out, tree):
@@ -1425,7 +1425,9 @@ def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthet
     x = eval_linear.cls_features(encoder, val, 1)
 
     spread = torch.linspace(0, 999, 512).long()
-    wanted = eval_linear.equivariances(encoder, val[spread], [3], "rot90")[3]
+    spread_val = [(image, 0) for image in val[spread]]
+    rows = eval_linear.equivariance_rows(encoder, spread_val, [3])
+    wanted = {row["measure"]: row["value"] for row in rows}
     wanted["20-NN top-1 %"] = eval_linear.knn(train, labels, x, truth)
     if name == "trained":
         logits = F.linear(x, head["weight"], head["bias"])
