@@ -749,9 +749,10 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     # argparse sets no default where the Namespace has a value, so that a flag that is not
     # given stays None.
     args = parser.parse_args(argv, Namespace(**dict.fromkeys(small)))
+    synthetic = not args.data
     for name, value in small.items():
         if getattr(args, name) is None:
-            setattr(args, name, parser.get_default(name) if args.data else value)
+            setattr(args, name, value if synthetic else parser.get_default(name))
 
     if args.ratio == 0:
         args.equiv_layers = []     # without b2, projectors would get no gradient
