@@ -11,14 +11,15 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-With several flags each result comes that one of them asks for. Heads are linear, or MLPs
-with --mlp, which asks for heads, too. With --equivariance and on synthetic images, an
-untrained encoder stands beside the trained one.
+Several flags give all the results that one of them asks for. --mlp trains MLPs in place of
+linear heads, and so asks for heads, too. Synthetic images always have --cache and
+equivariance after the last block of f1. Where equivariance is measured, all is measured of an
+untrained encoder, too.
 
-eval.json collects the results of all evaluations, each with its settings and the weights
-that it is of, and eval.jsonl the epochs of heads. The best linear head is kept in a file
-whose name depends on settings and weights, so that no other head replaces it. A stopped
-evaluation begins anew.
+eval.json collects the results of all evaluations. Each row names the settings that made it and
+the weights that it describes. eval.jsonl has a line for each epoch of the heads. The best
+linear head is kept in a file whose name depends on settings and weights, so that no other head
+replaces it. A stopped evaluation begins anew.
 """
 import copy
 import hashlib
@@ -71,15 +72,16 @@ def parse(argv: Sequence[str] | None = None,
           parser: ArgumentParser | None = None) -> Namespace:
     """The settings of a command line, and what they ask for: heads, 20-NN, equivariance."""
     parser = parser or arguments()
-    if not parser.parse_known_args(argv)[0].data:     # for synthetic images and two cores
+    synthetic = not parser.parse_known_args(argv)[0].data
+    if synthetic:     # on two cores
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    nothing_else = not args.knn and not args.equivariance
-    args.with_heads = args.cache or args.mlp or nothing_else
-    args.with_knn = args.with_heads or args.knn
-    args.with_equivariance = args.equivariance or not args.data
-    args.cache = args.cache or not args.data     # no crops of synthetic images
+    only_others = (args.knn or args.equivariance) and not args.mlp and not args.cache
+    args.with_heads = not only_others
+    args.with_knn = args.knn or args.with_heads
+    args.with_equivariance = args.equivariance or synthetic
+    args.cache = args.cache or synthetic
     return args
 
 
@@ -137,21 +139,22 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., where a label is the place of CLASS among the training
-    classes, by default among the sorted folders. If no folder has the name of a class, as in
-    ImageNet-V2, the names of folders are the labels themselves."""
+    """The images root/CLASS/... A label is the place of CLASS in `classes`, the names of the
+    training classes; without them, it is ImageFolder's own. The folders of ImageNet-V2 are
+    called 0, 1, ..., which are the labels themselves."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
-    names = list(classes or folder.classes)
-    if not set(names) & set(folder.classes):
-        names = [str(place) for place in range(len(names))]
+    if not classes:
+        return folder
 
-    unknown = sorted(set(folder.classes) - set(names))
-    if unknown:
-        sys.exit(f"{root}: the training images have no class {unknown[0]}")
-    places = [names.index(name) for name in folder.classes]
-    folder.target_transform = places.__getitem__
+    label_of = {name: label for label, name in enumerate(classes)}
+    if not set(classes) & set(folder.classes):     # no folder has the name of a class
+        label_of = {str(label): label for label in range(len(classes))}
+    for name in folder.classes:
+        if name not in label_of:
+            sys.exit(f"{root}: the training images have no class {name}")
+    folder.target_transform = lambda place: label_of[folder.classes[place]]
     return folder
 
 
@@ -170,7 +173,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        if not folder or name in ("train", "crops", *folders):
+        taken = ("train", "crops", *folders)     # the training images have two names elsewhere
+        if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         folders[name] = folder
     tests = {}
@@ -194,9 +198,8 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===================================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
-    """[CLS] after each of the last `blocks` blocks, under the final LayerNorm, in fp32 on
-    the encoder's device: (B, K), K = blocks * D. Here K is the width of features, and C
-    the number of classes. images: (B, 3, S, S) uint8."""
+    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
+    [CLS] after each of the last `blocks` blocks, under the final LayerNorm: K = blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -243,7 +246,8 @@ class Heads(nn.ModuleList):
     def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
         layers = []
         if mlp:
-            # Choice: the paper names no widths; it follows Garrido et al. 2023, as these do.
+            # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
+            # follows.
             layers = [
                 nn.Linear(width, 1024), nn.ReLU(),
                 nn.Linear(1024, 1024), nn.ReLU()]
@@ -260,9 +264,10 @@ class Heads(nn.ModuleList):
 
 def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
                 args: Namespace, log: Path, name: str) -> int:
-    """Train on epoch_batches(epoch, shares), which gives features (B, K) and labels (B,) of
-    this rank's shares of `images` images. Returns which head is best on `val`, features and
-    labels; adds a line for each epoch to `log`, under `name`."""
+    """Train all heads, and return which one is best on `val`, features and labels. An epoch
+    is a random order of `images` images, cut into batches, of which this rank has a part.
+    epoch_batches(epoch, parts) gives features (B, K) and labels (B,) of each part, a tensor of
+    places among the images. Adds a line for each epoch to `log`, under `name`."""
     ranks, rank = ser.ranks_and_rank()
     batch = min(args.batch_size, images) // ranks * ranks
     steps = images // batch     # the last, incomplete batch is not used
@@ -278,9 +283,9 @@ def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
         batches = order[:steps * batch].split(batch)
-        shares = [rows.chunk(ranks)[rank] for rows in batches]
+        parts = [rows.chunk(ranks)[rank] for rows in batches]
         total = torch.zeros(len(heads), device=x_val.device)
-        for x, y in epoch_batches(epoch, shares):
+        for x, y in epoch_batches(epoch, parts):
             losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
             optimizer.zero_grad()
             losses.sum().backward()     # each head has a loss of its own
@@ -288,24 +293,26 @@ def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
             schedule.step()
             total += losses.detach()
 
-        # Choice: the rate that ends best on val; the release names no rule.
+        # Choice: the rate that is best on val; the release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
         line = {"heads": name, "epoch": epoch + 1, "loss": total[best].item() / steps,
                 "val top-1 %": top1[best], "lr": args.lr[best]}
-        if rank == 0:     # the loss is of rank 0's share
-            print(json.dumps(line), file=log.open("a"))
+        if rank == 0:     # the loss is that of rank 0's parts
+            with log.open("a") as file:
+                print(json.dumps(line), file=file)
 
-    return best
+    return best     # after the last epoch
 
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
     places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
-    right = among[places] == labels[:, None]
-    share_at = 100 * right.float().mean(0)     # of labels that are at place 1, ..., 5
-    return share_at[0].item(), share_at.sum().item()
+    right = (among[places] == labels[:, None]).float()
+    top1 = right[:, 0].mean()
+    top5 = right.amax(1).mean()     # a label is right at one place at most
+    return 100 * top1.item(), 100 * top5.item()
 
 
 # ==== 5. k-NN (paper 4.2) =================================================================
@@ -352,9 +359,9 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
     """How often a token finds itself in the moved image. In each part of 32 images x, each
     token of rho_g(f1(x)) looks for the most similar one in all of f1(rho_g(x)). Returns the
-    share that finds the one of the same image and place, 1 / (32 H W) by chance. Unlike
-    for the cosine, g is never the identity, under which every token would find itself;
-    only a scaling may round to it."""
+    share that finds the one of the same image and place, 1 / (32 H W) by chance. Here g is
+    never the identity, under which every token finds itself, but for a scaling that rounds
+    to the size that the map has."""
     grid = images.shape[-1] // patch
     found = 0.0
     for part, x in enumerate(images.split(32)):
@@ -386,8 +393,8 @@ def maps_after(encoder: ViT, block: int) -> Callable:
 # ==== 7. Results: rows that say what made them ============================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
     """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
-    place = {"encoder": "trained", "set": name, "classes": classes, "block": block}
-    return [place | {"measure": key, "value": value} for key, value in values.items()]
+    key = {"set": name, "classes": classes, "block": block}
+    return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
 
 def results_path(args: Namespace, name: str) -> Path:
@@ -401,25 +408,28 @@ def results_path(args: Namespace, name: str) -> Path:
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           **common: object) -> list[dict]:
-    """Add rows to a file of results and return them, with the settings of the evaluation and
-    the fingerprint of the weights, whose training settings stand beside in "checkpoints". New
-    rows stand at the end. An older row that says the same, but for its value, leaves."""
+    """Add rows to the file of results, and return them with what all of them have: the
+    settings of the evaluation, the fingerprint of the weights, and `common`. A row is of the
+    trained encoder if it does not say otherwise. A new row stands at the end, and an older one
+    that differs in nothing but its value is dropped. "checkpoints" has the training settings
+    of all weights."""
+    # The rows as they will be read, for instance with lists where tuples were.
+    made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
+    rows = json.loads(json.dumps([made_by | common | row for row in rows]))
+
     file = {"checkpoints": {}, "rows": []}
     if path.exists():
         file = json.loads(path.read_text())
-    common = {"weights": checkpoint.weights, "settings": vars(args)} | common
-    rows = json.loads(json.dumps([common | row for row in rows]))     # as they will be read
-
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     file["checkpoints"][checkpoint.weights] = training
-    def without_value(row: dict) -> dict:
-        return row | {"value": None}
 
-    renewed = [without_value(row) for row in rows]
-    older = [row for row in file["rows"] if without_value(row) not in renewed]
+    keys = [row | {"value": None} for row in rows]
+    older = [row for row in file["rows"] if row | {"value": None} not in keys]
     file["rows"] = older + rows
-    path.with_suffix(".tmp").write_text(json.dumps(file, indent=1))
-    path.with_suffix(".tmp").replace(path)
+
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(file, indent=1))
+    unfinished.replace(path)
     return rows
 
 
@@ -444,15 +454,14 @@ def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespac
               log: Path) -> tuple[nn.Module, float]:
     """The head that is best on val, and its rate. Heads train on random crops or, with
     --cache, on `train`, the features and labels of centre crops."""
-    x, y = train     # of random crops, only their number is used
+    x, y = train     # for random crops, only the number of images is used
     width = val[0].shape[1]
 
-    # What train_heads asks for in every epoch.
-    def epoch_batches(epoch: int, shares: list) -> Iterable:
+    def epoch_batches(epoch: int, parts: list) -> Iterable:     # for train_heads
         if args.cache:
-            return ((x[share].float(), y[share]) for share in shares)
+            return ((x[part].float(), y[part]) for part in parts)
         crops = Seeded(sets.random_crops, args.seed, epoch)
-        return encode(encoder, crops, width // encoder.dim, args, shares)
+        return encode(encoder, crops, width // encoder.dim, args, parts)
 
     torch.manual_seed(args.seed)
     heads = Heads(len(args.lr), width, len(sets.classes), args.mlp).to(x.device)
@@ -483,7 +492,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
     x, y = extract(encoder, sets.centre_crops, blocks if args.cache else 1, args)
-    if x.is_cuda:     # fp16 is finer than the bf16 in which the encoder ran
+    if x.is_cuda:     # half the memory, and no coarser than the bf16 of the encoder
         x = x.half()
     tests = {}
     for name, data in sets.tests.items():
@@ -524,10 +533,10 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
     rows = []
     for element in ser.ELEMENTS:
         for block in blocks:
-            of = (maps_after(encoder, block), images, encoder.patch_size, element)
+            f1 = maps_after(encoder, block)
             values = {
-                f"{element} cosine": cosine(*of),
-                f"{element} retrieval": retrieval(*of)}
+                f"{element} cosine": cosine(f1, images, encoder.patch_size, element),
+                f"{element} retrieval": retrieval(f1, images, encoder.patch_size, element)}
             rows += make_rows(values, "val", None, block)
     return rows
 
@@ -544,9 +553,9 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    layers = [max(1, run.cls_layer)]     # the last of f1
+    blocks = [max(1, run.cls_layer)]     # the last of f1
     if args.equivariance:
-        layers = range(1, run.depth + 1)
+        blocks = range(1, run.depth + 1)
 
     rows = []
     heads = {}     # encoder -> what is kept of its best head
@@ -556,10 +565,10 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_knn:
             own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
-            own += equivariance_rows(encoder, sets.tests["val"], layers)
+            own += equivariance_rows(encoder, sets.tests["val"], blocks)
         rows += [row | {"encoder": name} for row in own]
 
-    # Write first: a closed terminal ends the program at its first print.
+    # Write before printing, which ends the program if the terminal has been closed.
     if ser.ranks_and_rank()[1] > 0:
         return rows
     write(path, rows, args, checkpoint)

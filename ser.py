@@ -20,8 +20,8 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
 Sections 1 to 6 are the method, and SER.forward is the paper's Algorithm 1. `Paper:` marks
-what the paper prescribes, `Choice:` what it leaves open and, once, where we leave the paper.
-The release is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+what the paper prescribes, `Choice:` what it leaves open or where we depart from it. "The
+release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -59,22 +59,25 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==========================
 # Sections 1 and 4 can be copied into other code. They need math, torch, torch.nn as nn,
-# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. README has a
-# function that calls them, and so has SER.equivariance in section 6.
-ELEMENTS = ("rot90", "hflip", "scale")
+# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. README shows
+# how to call them, and so does SER.equivariance in section 6.
+ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
-    """An element of G for each image: a flip, then quarter turns, then a scaling."""
+    """How each image moves: by a flip, then quarter turns, then a scaling."""
     flip: torch.Tensor       # (B,) bool, horizontal flip; on the CPU
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns; on the CPU
-    grid: tuple[int, int]    # (H, W) of the scaled maps. Choice: one for all of a view
+
+    # Rows and columns (H, W) of the maps after scaling, a size and not a factor. Choice: all
+    # images of a view share it, so that they stay one tensor; Algorithm 1 samples each g.
+    grid: tuple[int, int]
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. An element that is left out is the identity; the other draws stay the same."""
+    tokens. A kind that `elements` leaves out does nothing, and the others stay the same."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -99,15 +102,16 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """The element g = g2 g1^-1 that takes view 1 to view 2 (paper 3.1), on g2's grid.
+    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
 
-    Let Q be a quarter turn and M the flip, so that an element is Q^t M^m, t turns after m
-    flips. A mirror image turns the other way round, M Q = Q^-1 M, hence
-        Q^t2 M^m2 (Q^t1 M^m1)^-1 = Q^(t2 - s t1) M^(m1 xor m2),
-    where s = -1 if m1 != m2, else 1.
-    The scaling of g1 need not be undone. rho_g turns and flips x1, then resizes it to the
-    grid of g2. As turns and flips commute with resizing (odd turns exchange H and W), the
-    result is the image, moved by g2 alone, but resampled twice."""
+    Its grid is that of g2, and the scaling of g1 needs no inverse. A grid is the size that
+    rho_g resizes a map to, whatever size the map had.
+
+    Flips and turns do need an inverse. Let Q be a quarter turn and M the flip, so that g1 is
+    Q^t1 M^m1, m1 flips and then t1 turns. A flipped image turns the other way round, that is
+    M Q = Q^-1 M. Hence, with s = -1 if m1 != m2, else 1,
+        g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
+    For example, if g1 is the flip and g2 is one turn, g is the flip and then one turn."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -126,8 +130,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) =
     g.grid. cell = 1 moves token maps, cell = patch_size moves pixels. Flips and turns
-    permute, bit for bit; only a change of size resamples. Turns count modulo 4. Raises
-    ValueError if the number of images is not that of g."""
+    permute, bit for bit; only a change of size resamples. Turns count modulo 4, also in a
+    Geometry made by hand. Raises ValueError if the number of images is not that of g."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
@@ -135,8 +139,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     moved = x.new_empty(x.shape[:2] + size)
     for flip in (False, True):
         for turns in range(4):
-            has_both = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
-            chosen = has_both.nonzero().flatten().to(x.device, non_blocking=True)
+            moves_so = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
+            chosen = moves_so.nonzero().flatten().to(x.device, non_blocking=True)
             if len(chosen) > 0:
                 part = x[chosen].flip(-1) if flip else x[chosen]
                 part = torch.rot90(part, turns, (-2, -1))
@@ -156,10 +160,14 @@ def ranks_and_rank() -> tuple[int, int]:
     return 1, 0
 
 
+def seed_of(*key: Any) -> int:
+    """A seed made from the key. Python's own hash would differ between processes."""
+    return random.Random(repr(key)).getrandbits(63)
+
+
 def rng(*key: Any) -> torch.Generator:
-    """A CPU generator seeded by the key; Python's hash would differ between processes."""
-    seed = random.Random(repr(key)).getrandbits(63)
-    return torch.Generator().manual_seed(seed)
+    """A generator on the CPU, seeded by the key."""
+    return torch.Generator().manual_seed(seed_of(*key))
 
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
@@ -216,12 +224,13 @@ class ViewSettings(NamedTuple):
 
 class Augmentation(NamedTuple):
     """What was sampled for a view of an image; the defaults do nothing. The loader
-    collates it into fields (B,). The crop is read by paper/methods alone."""
+    collates it into fields (B,). The crop and its flip are a record, which baselines in
+    paper/methods predict; the jitter is still to be applied, by `photometric`."""
     top: float = 0.0                # of the crop, share of the image, as the next three
     left: float = 0.0
     height: float = 1.0
     width: float = 1.0
-    flip: bool = False              # of the crop; rho_g flips images of b2
+    flip: bool = False              # of the crop; images of b2 are flipped by rho_g
     brightness: float = 1.0         # factors
     contrast: float = 1.0
     saturation: float = 1.0
@@ -235,9 +244,11 @@ class Augmentation(NamedTuple):
         return Augmentation(*[field[part] for field in self])
 
 
-def sample_view(image: Tensor, settings: ViewSettings,
-                in_b2: bool) -> tuple[Tensor, Augmentation]:
-    """Make a view (3, S, S) of an image (3, h, w), uint8, and sample its jitter."""
+def crop_and_sample(image: Tensor, settings: ViewSettings,
+                    in_b2: bool) -> tuple[Tensor, Augmentation]:
+    """What the loader does for a view of an image (3, h, w) uint8. An image of b1 is cropped
+    and flipped. One of b2 is kept whole and upright, and `make_views` moves it. Returns the
+    pixels, (3, S, S) uint8, and what was sampled, also for the jitter that is to come."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
@@ -269,7 +280,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """A key (epoch, index, in_b2) of `batch_keys` -> for each view, its pixels (3, S, S)
-    uint8 and its Augmentation. source: paths, or images (n, 3, h, w) uint8."""
+    uint8 and its Augmentation. source: paths, or images (n, 3, h, w) uint8. Data sets in
+    paper/methods that make views in another way call `load` and `views` themselves."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -286,10 +298,10 @@ class Dataset(torch.utils.data.Dataset):
     def views(self, image: Tensor, key: tuple[int, int, bool]) -> list:
         """The views of an image, with the random numbers of a key."""
         epoch, index, in_b2 = key
-        seed = rng(self.seed, "image", epoch, index).initial_seed()
+        seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
         torch.manual_seed(seed)     # RandomResizedCrop samples from torch
-        return [sample_view(image, settings, in_b2) for settings in self.view_settings]
+        return [crop_and_sample(image, settings, in_b2) for settings in self.view_settings]
 
 
 def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
@@ -311,8 +323,8 @@ def normalise(x: Tensor) -> Tensor:
 
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the operations of JITTER. These are torchvision's,
-    written for a factor of each image, in section 9."""
+    them. order: (4,), a permutation of the operations of JITTER, at the end of this section,
+    each of which reads the field of `aug` that has its name."""
     def column(name: str) -> Tensor:     # flags become 0 and 1
         return getattr(aug, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
 
@@ -338,23 +350,26 @@ class View(NamedTuple):
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
-    augmentation: Augmentation     # of b1, then b2; read by baselines in paper/methods
-    order: Tensor = torch.arange(4)     # (4,) of the colour jitter
+
+    # How it was made, of b1, then b2: a record for paper/methods and tests.
+    augmentation: Augmentation
+    order: Tensor = torch.arange(4)     # of the operations of JITTER
 
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
-    """Apply rho_g to b2, and jitter all images. loaded: for each view, pixels (B, 3, S,
-    S) uint8 of b1, then b2, on the device, and their Augmentation on the CPU."""
+    """Move b2 by rho_g, and jitter all images. loaded: what the loader made of the batch,
+    for each view the pixels (B, 3, S, S) uint8 of b1, then b2, on the device, and their
+    Augmentation on the CPU."""
     ranks, rank = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for view, (pixels, aug) in enumerate(loaded):
+    for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice: one order of the jitter for all images of a view, on all ranks, for
         # speed. torchvision samples one for each image, the release one for each GPU and
         # part.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
 
@@ -362,7 +377,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         if B2 > 0:
             # Every rank samples g for all ranks and keeps its own, so all share a grid, as
             # patch_ntxent gathers maps of one size.
-            generator = rng(args.seed, "geometry", step, view)
+            generator = rng(args.seed, "geometry", step, number)
             grid = pixels.shape[-1] // args.patch_size
             g = sample_geometry(ranks * B2, grid, args.group, generator)
             own = slice(rank * B2, (rank + 1) * B2)
@@ -374,10 +389,60 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
+# The operations of the jitter. They are torchvision's, but for a whole batch, in which each
+# image has a factor of its own.
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of (B, 3, h, w) in [0, 1] by `shift` (B, 1, 1, 1) of a full circle.
+    A colour has a value, its largest channel, a chroma, how far the smallest lies below,
+    and a hue from 0 to 6, where red is 0, green 2 and blue 4. From these, the usual closed
+    form of HSV gives each channel back:
+        channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    where the offset is 5 for red, 3 for green and 1 for blue."""
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
+    # Three times the largest sigma, which is 2 pixels of 224.
+    widest = math.ceil(3 * 2 * max(h, w) / 224)
+    radius = min(widest, h - 1, w - 1)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # A convolution sees (3, B, h, w), three maps with a group of channels for each image.
+    # It goes down the columns, then along the rows.
+    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
+    return x.transpose(0, 1)
+
+
+# The names are fields of Augmentation. x: images in [0, 1]; f: their factors (B, 1, 1, 1). A
+# factor of 1, or a hue of 0, leaves an image as it is, bit for bit.
+JITTER = {
+    "brightness": lambda x, f: (f * x).clamp(0, 1),
+    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
+    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
+    "hue": shift_hue}
+
+
 # ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
 class Block(nn.Module):
     """A pre-norm transformer block on (B, N, D). Parameters have timm's names, so that
-    weights can go to timm and come from it."""
+    paper/experiments/convert.py need not rename them."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -428,9 +493,9 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch
-        # embedding. qkv holds three D x D matrices. With the gain, each is sampled as if it
-        # stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
+        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding,
+        # whose kernel counts as a matrix. qkv holds three D x D matrices. With the gain, each
+        # is sampled as if it stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
@@ -563,12 +628,15 @@ def encode_view(encoder: ViT, view: View,
 
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
-    without affine parameters. Statistics are of b1 and b2 together, and of all GPUs."""
+    without affine parameters. Its statistics are of b1 and b2 together, and of all GPUs
+    once `train` has converted it."""
+    *inner, last = [
+        nn.Linear(fan_in, fan_out, bias=False)
+        for fan_in, fan_out in zip(widths[:-1], widths[1:])]
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths[:-1], widths[1:]):
-        linear = nn.Linear(fan_in, fan_out, bias=False)
-        layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    for linear in inner:
+        layers += [linear, nn.BatchNorm1d(linear.out_features), nn.ReLU(True)]
+    return nn.Sequential(*layers, last, nn.BatchNorm1d(last.out_features, affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -622,20 +690,19 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
-# The release's two-view MoCo-v3 and DINO depart from the paper in the points below, where
-# we follow the paper. The numbers are lines of its builder/moco.py, but for the last one.
+# The release's two-view MoCo-v3 and DINO depart from the paper in these points, where we
+# follow the paper. On the right are the lines of its builder/moco.py, and of utils.py.
 #
-#     here, as in the paper              the release
-#     b2 is the whole image              both views are cut from one crop        42, 927
-#     g1 and g2 are independent          g2 has the flips and half turns that g1
-#                                        has not; a GPU has one quarter turn     921
-#     x1 and x2 pass the online encoder  x1 passes the momentum encoder          498
-#     tokens are moved, then projected   projected, then moved                   502, 949
-#     negatives are of both views        of the other view alone                 973, 1010
-#     anchors are the tokens of x1       the tokens of x1 and of x2              956, 1067
-#     all tokens have gradient           the gather stops it, so that L_equiv
-#                                        trains no weight                        956, 1067
-#     maps are resized as crops are      bicubically, without antialiasing       utils.py:942
+#     here, as in the paper              in the release
+#     b2 is the whole image              b2 is a crop, the same one for both views     42, 927
+#     g1 and g2 are independent          g2 flips where g1 does not, and one GPU's
+#                                        images share their quarter turns        utils.py:917
+#     x1 and x2 pass the online encoder  x1 passes the momentum encoder                    498
+#     tokens are moved, then projected   they are projected, then moved               502, 949
+#     negatives are of both views        they are of the other view alone            973, 1010
+#     anchors are the tokens of x1       anchors are the tokens of both views        956, 1067
+#     all tokens have gradient           no token has: the gather stops it           956, 1067
+#     maps are resized as crops are      they are resized bicubically             utils.py:942
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -656,9 +723,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, x1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, x2, self.layers)
 
-        # Choice: here we leave the paper. b1 and b2 share a mean and all keys, as in the
-        # release. By the two means of Eq. 3 an image of b2 would weigh as much as 84 of
-        # b1, where a rank has 3 and 253.
+        # Choice: b1 and b2 share one mean and all keys, as in the release. Eq. 3 has a mean
+        # over each part. With 24 images in b2 and 2,024 in b1, one of b2 would then weigh as
+        # much as 84 of b1.
         inv = self.base(views, [cls1, cls2])
         if x1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -683,22 +750,38 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open =================
-def limited(name: str, convert: Callable, allowed: Callable) -> Callable:
-    """A type of flags. argparse says "argument --ratio: invalid share value: '2'"."""
-    def read(text: str) -> float | int:
-        value = convert(text)
-        if not allowed(value):
-            raise ValueError
-        return value
-
-    read.__name__ = name     # which argparse prints
-    return read
+# Types of flags. argparse says "argument --ratio: invalid share value: '2'".
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
 
 
-positive = limited("positive", float, lambda value: 0 < value < math.inf)
-nonnegative = limited("nonnegative", float, lambda value: 0 <= value < math.inf)
-share = limited("share", float, lambda value: 0 <= value <= 1)
-count = limited("count", int, lambda value: value > 0)
+def nonnegative(text: str) -> float:
+    """A number from 0 on."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
 
 # What replaces the defaults without --data, where images are synthetic.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
@@ -717,7 +800,8 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
     add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
-    add("--heads", type=count, default=6, help="attention heads (MoCo-v3 has 12 in ViT-S)")
+    # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
+    add("--heads", type=count, default=6, help="attention heads")
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -725,17 +809,17 @@ def arguments() -> ArgumentParser:
     add("--ratio", type=share, default=0.01, help="r, share of b2 in a batch; 0: no b2")
     add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
     add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
-    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="elements of G")
+    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="what moves b2")
     add("--moco-hidden", type=count, default=4096, help="width of MoCo-v3's hidden layers")
     add("--crop-min", type=share, default=0.08, help="least share of the image in a crop")
     add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
     add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0, help="epochs of linear warmup")
-    add("--base-lr", type=positive, default=3e-4, help="for 256 images (as the release)")
+    add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
-        help="matrix products in bfloat16; without a GPU they are in float32")
+        help="matrix products in bfloat16; by default, on a GPU")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     add("--log-every", type=count, default=20, help="steps between lines of the log")
     add("--save-every", type=int, default=0, help="steps of a checkpoint; 0: an epoch")
@@ -746,13 +830,9 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    # argparse sets no default where the Namespace has a value, so that a flag that is not
-    # given stays None.
-    args = parser.parse_args(argv, Namespace(**dict.fromkeys(small)))
-    synthetic = not args.data
-    for name, value in small.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value if synthetic else parser.get_default(name))
+    if not parser.parse_known_args(argv)[0].data:
+        parser.set_defaults(**small)
+    args = parser.parse_args(argv)
 
     if args.ratio == 0:
         args.equiv_layers = []     # without b2, projectors would get no gradient
@@ -775,7 +855,8 @@ def setup() -> torch.device:
 def seeded_encoder(args: Namespace) -> ViT:
     """The untrained encoder of --seed. `build` makes the other modules after it, and so
     from the same seed."""
-    torch.default_generator.manual_seed(args.seed)     # leaves a GPU's generator alone
+    # torch.manual_seed would also seed the GPUs, which `restore_encoder` could not undo.
+    torch.default_generator.manual_seed(args.seed)
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads,
                args.cls_layer)
 
@@ -787,7 +868,7 @@ def build(args: Namespace) -> SER:
 
 
 def adamw(model: nn.Module, args: Namespace) -> Optimizer:
-    """The optimizer of all that is trained."""
+    """The optimizer of all that is trained. Its rate is set before every step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return AdamW(trained, weight_decay=args.weight_decay, fused=True)
 
@@ -832,7 +913,7 @@ def load_encoder(path: str | Path) -> ViT:
 
 def restore_encoder(state: dict[str, Any]) -> ViT:
     """The encoder of what `load` returned, in eval mode."""
-    with torch.random.fork_rng(devices=[]):     # not to seed the caller
+    with torch.random.fork_rng(devices=[]):     # so that the caller is not seeded
         encoder = seeded_encoder(Namespace(**state["settings"]))
 
     encoder.load_state_dict(state["encoder"])
@@ -861,7 +942,12 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw,
           schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint."""
+    """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
+    Methods in paper/methods bring their own parts:
+        build(args)                        the model, a SER whose `base` is as in section 5
+        make_dataset(source, args)         what `two_views` returns
+        make_optimizer(model, args)        what `adamw` returns
+        schedule(optimizer, args, epoch)   called before every step"""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -884,8 +970,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # With device_ids, DDP would move the Geometry of b2 to the GPU, and rho, which asks
-    # eight times for the images of an element, would wait for the GPU each time.
+    # DDP gets no device_ids, as it would then move the Geometry of b2 to the GPU. There,
+    # rho would have to wait for the GPU each time it asks which images move alike.
     parallel = model
     if ranks > 1:
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -895,7 +981,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=keys, num_workers=args.workers,
         pin_memory=device.type == "cuda")
-    log = open(path.with_name("log.jsonl") if rank == 0 else os.devnull, "a", buffering=1)
+    log_path = path.with_name("log.jsonl") if rank == 0 else os.devnull
+    log = open(log_path, "a", buffering=1)     # writes each line at once
     announce(log, settings, start, steps)
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
                disable=rank > 0, unit=" images", unit_scale=True)
@@ -912,7 +999,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
             save_views(path.with_name("views.png"), views, args.patch_size)
 
         # Forward. Nothing in this file samples there; DINO's stochastic depth does.
-        torch.manual_seed(rng(args.seed, "step", step, rank).initial_seed())
+        torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, args.bf16):
             losses = parallel(views)
 
@@ -937,7 +1024,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: what is not needed to understand the method ========================
+# ==== 9. Around it: files, synthetic images, checks, what is printed, logged and drawn ===
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as paths or pixels, and a checksum of their names."""
     if not args.data:
@@ -976,52 +1063,6 @@ def read_image(path: str) -> Tensor:
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
                       "place, and the same command continues the run") from None
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of (B, 3, h, w) in [0, 1] by `shift` (B, 1, 1, 1) of a full circle.
-    Hue goes from 0 to 6; red is 0, green 2, blue 4. With value = max(r, g, b), chroma =
-    value - min(r, g, b) and k = (hue + 5 for red, 3 for green, 1 for blue) mod 6, a
-    channel is value - chroma * max(0, min(k, 4 - k, 1))."""
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    B, _, h, w = x.shape
-    widest = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma
-    radius = min(widest, h - 1, w - 1)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1). Its values are exponentials, which
-    # softmax divides by their sum.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # A convolution sees (3, B, h, w), three maps with a group of channels for each image.
-    # It goes down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
-    return x.transpose(0, 1)
-
-
-# torchvision's colour jitter, for images x in [0, 1] and factors f (B, 1, 1, 1). A factor
-# of 1, or a hue of 0, leaves an image as it is, bit for bit.
-JITTER = {
-    "brightness": lambda x, f: (f * x).clamp(0, 1),
-    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
-    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
-    "hue": shift_hue}
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -1085,8 +1126,8 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
 
 
 def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
-    """Log all settings. Print the plan, and what L_equiv is where all embeddings are equal
-    and g does not scale."""
+    """Log all settings, and print the plan. L_equiv at chance is that of embeddings that are
+    all equal, on a square grid."""
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)

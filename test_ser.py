@@ -1183,7 +1183,7 @@ def plain_centre(image):
 
 def plain_crop(image, *key):
     """torchvision's RandomResizedCrop and flip, seeded by the key."""
-    torch.manual_seed(ser.rng("eval", *key).initial_seed())
+    torch.manual_seed(ser.seed_of("eval", *key))
     box = RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
     part = v2.functional.resized_crop(image, *box, [16, 16])     # rounds by version
     return part.flip(-1) if torch.rand(1) < 0.5 else part

@@ -165,7 +165,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     bar = tqdm(total=n, initial=start * args.batch_size, unit=" images", disable=rank > 0)
     for step, batch in enumerate(loader, start):
         # Flips, and the proposals that torchvision trains on, are sampled from this seed.
-        torch.manual_seed(ser.rng(args.seed, "coco", step, rank).initial_seed())
+        torch.manual_seed(ser.seed_of(args.seed, "coco", step, rank))
         images = []
         targets = []
         for image, target in batch:

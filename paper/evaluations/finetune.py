@@ -128,7 +128,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
                 group["lr"] = lr * group["scale"]
 
             # Stochastic depth samples from this seed.
-            torch.manual_seed(ser.rng(args.seed, "finetune", step, rank).initial_seed())
+            torch.manual_seed(ser.seed_of(args.seed, "finetune", step, rank))
             logits = parallel(images.to(device))
             loss = loss_of(logits, labels.to(device))
             optimizer.zero_grad()

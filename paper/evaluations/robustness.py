@@ -141,7 +141,7 @@ def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) ->
         image = images[place][0].permute(1, 2, 0).numpy()
         for one in SETS["C"]:
             name, severity = one.split("/")
-            number = ser.rng(seed, one, source.stem).initial_seed() % 2 ** 32
+            number = ser.seed_of(seed, one, source.stem) % 2 ** 32
             numpy.random.seed(number)
             # These two do not sample from numpy's global generator.
             own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}

@@ -47,9 +47,9 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
         save_image(torch.rand(3, 40, 30), tmp_path / f"{number}.png")
     recipe = overhead.T.Compose
     theirs = create_autospec(recipe.__call__, side_effect=recipe.__call__)
-    ours = create_autospec(ser.sample_view, side_effect=ser.sample_view)
+    ours = create_autospec(ser.crop_and_sample, side_effect=ser.crop_and_sample)
     monkeypatch.setattr(recipe, "__call__", theirs)
-    monkeypatch.setattr(ser, "sample_view", ours)
+    monkeypatch.setattr(ser, "crop_and_sample", ours)
     overhead.main(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
 
