@@ -309,10 +309,10 @@ def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
     places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
-    right = (among[places] == labels[:, None]).float()
-    top1 = right[:, 0].mean()
-    top5 = right.amax(1).mean()     # a label is right at one place at most
-    return 100 * top1.item(), 100 * top5.item()
+    right = (among[places] == labels[:, None]).float()     # of a row, at one place at most
+    top1 = 100 * right[:, 0].mean()
+    top5 = 100 * right.amax(1).mean()
+    return top1.item(), top5.item()
 
 
 # ==== 5. k-NN (paper 4.2) =================================================================

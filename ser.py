@@ -59,8 +59,8 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==========================
 # Sections 1 and 4 can be copied into other code. They need math, torch, torch.nn as nn,
-# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. README shows
-# how to call them, and so does SER.equivariance in section 6.
+# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. The last
+# function of section 4, `equivariance_loss`, is what another training calls.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
@@ -611,6 +611,31 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
+def compare_maps(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+                 temperature: float = 0.3) -> torch.Tensor:
+    """L_equiv of the maps of two views, h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2), (B, D,
+    H2, W2), where g takes view 1 to view 2."""
+    aligned = rho(g, h1)                      # (B, D, H2, W2)
+    z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
+    z_prime = project(h2.flatten(2).mT)       # (B, N, K)
+    return patch_ntxent(z, z_prime, temperature)
+
+
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
+                      images2: torch.Tensor, patch: int, shared: torch.Generator,
+                      temperature: float = 0.3) -> torch.Tensor:
+    """L_equiv in a training that is not ours; ser.py itself does not call it. images1 and
+    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter
+    of its own, and normalised. f1: a module or function that takes images of any size to
+    maps (B, D, h / patch, w / patch). shared: on all ranks a generator with the same seed."""
+    side = min(images1.shape[2:]) // patch
+    g1 = sample_geometry(len(images1), side, generator=shared)
+    g2 = sample_geometry(len(images1), side, generator=shared)
+    h1 = f1(rho(g1, images1, patch))
+    h2 = f1(rho(g2, images2, patch))
+    return compare_maps(project, relative(g2, g1), h1, h2, temperature)
+
+
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) =====================================================
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
@@ -690,19 +715,8 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
-# The release's two-view MoCo-v3 and DINO depart from the paper in these points, where we
-# follow the paper. On the right are the lines of its builder/moco.py, and of utils.py.
-#
-#     here, as in the paper              in the release
-#     b2 is the whole image              b2 is a crop, the same one for both views     42, 927
-#     g1 and g2 are independent          g2 flips where g1 does not, and one GPU's
-#                                        images share their quarter turns        utils.py:917
-#     x1 and x2 pass the online encoder  x1 passes the momentum encoder                    498
-#     tokens are moved, then projected   they are projected, then moved               502, 949
-#     negatives are of both views        they are of the other view alone            973, 1010
-#     anchors are the tokens of x1       anchors are the tokens of both views        956, 1067
-#     all tokens have gradient           no token has: the gather stops it           956, 1067
-#     maps are resized as crops are      they are resized bicubically             utils.py:942
+# paper/README lists where the authors' code departs from the paper. Above all, no gradient
+# of its L_equiv reaches the encoder.
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -740,12 +754,9 @@ class SER(nn.Module):
         g = relative(x2.geometry, x1.geometry)
         total = 0.0
         for layer, project in zip(self.layers, self.projectors.values()):
-            h1 = maps1[layer]                           # f1(x1), (B2, D, H1, W1)
-            h2 = maps2[layer]                           # f1(x2), (B2, D, H2, W2)
-            aligned = rho(g, h1)                        # (B2, D, H2, W2)
-            z = project(aligned.flatten(2).mT)          # (B2, N, K), projected after moving
-            z_prime = project(h2.flatten(2).mT)         # (B2, N, K)
-            total = total + patch_ntxent(z, z_prime, self.temperature)
+            h1 = maps1[layer]     # f1(x1)
+            h2 = maps2[layer]     # f1(x2)
+            total = total + compare_maps(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
