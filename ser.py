@@ -104,8 +104,9 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
 
-    Its grid is that of g2, and the scaling of g1 needs no inverse. A grid is the size that
-    rho_g resizes a map to, whatever size the map had.
+    Its grid is that of g2. The scaling of g1 needs no inverse, as rho_g resizes to its grid
+    whatever size the map has. That it turns the map before it resizes it changes nothing: a
+    turn and a resize commute, if an odd turn exchanges the sides.
 
     Flips and turns do need an inverse. Let Q be a quarter turn and M the flip, so that g1 is
     Q^t1 M^m1, m1 flips and then t1 turns. A flipped image turns the other way round, that is
@@ -137,10 +138,11 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = x.new_empty(x.shape[:2] + size)
+    # The images that move in the same way are moved together.
     for flip in (False, True):
         for turns in range(4):
-            moves_so = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
-            chosen = moves_so.nonzero().flatten().to(x.device, non_blocking=True)
+            alike = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
+            chosen = alike.nonzero().flatten().to(x.device, non_blocking=True)
             if len(chosen) > 0:
                 part = x[chosen].flip(-1) if flip else x[chosen]
                 part = torch.rot90(part, turns, (-2, -1))
@@ -160,26 +162,26 @@ def ranks_and_rank() -> tuple[int, int]:
     return 1, 0
 
 
-def seed_of(*key: Any) -> int:
-    """A seed made from the key. Python's own hash would differ between processes."""
-    return random.Random(repr(key)).getrandbits(63)
+def seed_of(*names: Any) -> int:
+    """A seed made from names and numbers. Python's hash would differ between processes."""
+    return random.Random(repr(names)).getrandbits(63)
 
 
-def rng(*key: Any) -> torch.Generator:
-    """A generator on the CPU, seeded by the key."""
-    return torch.Generator().manual_seed(seed_of(*key))
+def rng(*names: Any) -> torch.Generator:
+    """A generator on the CPU with the seed of these names and numbers."""
+    return torch.Generator().manual_seed(seed_of(*names))
 
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank. Choice: r B is rounded on each rank, so r = .01 of
     2048 is 24 images on 8 ranks, 20 on 1."""
-    return math.floor(args.ratio * args.batch_size / ranks + 0.5)
+    return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # a half goes up
 
 
-def batch_keys(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
-    """Yield this rank's batches of the steps from `start` to before `end`: keys (epoch,
-    index, in_b2) of its part of b1, then of b2. The last, incomplete batch of an epoch is
-    dropped."""
+def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
+    """Yield this rank's batches of the steps from `start` to before `end`: items (epoch,
+    index, in_b2) of its part of b1, then of b2, which the data set turns into views. The
+    last, incomplete batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -193,8 +195,8 @@ def batch_keys(images: int, args: Namespace, start: int, end: int) -> Iterator[l
 
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
-        keys = [(epoch, index, False) for index in b1]
-        yield keys + [(epoch, index, True) for index in b2]
+        items = [(epoch, index, False) for index in b1]
+        yield items + [(epoch, index, True) for index in b2]
 
 
 # The views. T is MoCo-v3's. T_eq has rho_g in place of crop and flip, and jitters as T
@@ -223,9 +225,10 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view of an image; the defaults do nothing. The loader
-    collates it into fields (B,). The crop and its flip are a record, which baselines in
-    paper/methods predict; the jitter is still to be applied, by `photometric`."""
+    """What was sampled for a view of an image; the defaults do nothing. The crop and its
+    flip have been made, and are kept for baselines in paper/methods, which predict them. The
+    jitter is still to be made, by `photometric`. These are the numbers of one image. When
+    the loader has collated those of a batch, each field is a tensor (B,)."""
     top: float = 0.0                # of the crop, share of the image, as the next three
     left: float = 0.0
     height: float = 1.0
@@ -272,32 +275,33 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if random.random() < settings.blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
         aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
-    gray = random.random() < settings.gray
-    solarize = random.random() < settings.solarize
-    return pixels, aug._replace(gray=gray, solarize=solarize)
+    aug = aug._replace(
+        gray=random.random() < settings.gray,
+        solarize=random.random() < settings.solarize)
+    return pixels, aug
 
 
 @dataclass
 class Dataset(torch.utils.data.Dataset):
-    """A key (epoch, index, in_b2) of `batch_keys` -> for each view, its pixels (3, S, S)
-    uint8 and its Augmentation. source: paths, or images (n, 3, h, w) uint8. Data sets in
-    paper/methods that make views in another way call `load` and `views` themselves."""
+    """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
+    Augmentation. source: paths, or images (n, 3, h, w) uint8. Data sets in paper/methods
+    that make views in another way call `load` and `views` themselves."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
 
-    def __getitem__(self, key: tuple[int, int, bool]) -> list:
-        _, index, _ = key
-        return self.views(self.load(index), key)
+    def __getitem__(self, item: tuple[int, int, bool]) -> list:
+        _, index, _ = item
+        return self.views(self.load(index), item)
 
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def views(self, image: Tensor, key: tuple[int, int, bool]) -> list:
-        """The views of an image, with the random numbers of a key."""
-        epoch, index, in_b2 = key
+    def views(self, image: Tensor, item: tuple[int, int, bool]) -> list:
+        """The views of an image, with the random numbers of an item."""
+        epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
         torch.manual_seed(seed)     # RandomResizedCrop samples from torch
@@ -305,7 +309,7 @@ class Dataset(torch.utils.data.Dataset):
 
 
 def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
-    """The data set of MoCo-v3's T, with the two views of the table above."""
+    """The data set of a run, with the two views of the table above."""
     area = (args.crop_min, 1.0)
     view1 = ViewSettings(args.image_size, area, blur=1.0, solarize=0.0)
     view2 = ViewSettings(args.image_size, area, blur=0.1, solarize=0.2)
@@ -321,26 +325,89 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
+# The operations of the jitter are torchvision's, but for a whole batch in which each image
+# has a factor of its own. x: images (B, 3, h, w) in [0, 1]; factor: (B, 1, 1, 1). A factor of
+# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards black."""
+    return (factor * x).clamp(0, 1)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the mean gray of the image."""
+    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+    return mean.lerp(x, factor).clamp(0, 1)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the gray of each pixel."""
+    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` of a full circle.
+
+    A colour has a value, its largest channel, a chroma, how far the smallest lies below,
+    and a hue from 0 to 6, where red is 0, green 2 and blue 4. From these, the usual closed
+    form of HSV gives each channel back:
+        channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    where the offset is 5 for red, 3 for green and 1 for blue."""
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    # Where several channels are the largest, the hue is that of red, or else of green.
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
+    # At least three times the largest sigma of a view, which is 2 pixels of 224.
+    widest = math.ceil(3 * 2 * max(h, w) / 224)
+    radius = min(widest, h - 1, w - 1)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # The colours become a batch of three, and the images its channels, so that with B
+    # groups each image meets its own kernel, first down the columns, then along the rows.
+    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
+    return x.transpose(0, 1)
+
+
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the operations of JITTER, at the end of this section,
-    each of which reads the field of `aug` that has its name."""
-    def column(name: str) -> Tensor:     # flags become 0 and 1
-        return getattr(aug, name).view(-1, 1, 1, 1).to(x, non_blocking=True)
+    them. order: (4,), a permutation of the four operations of the colour jitter."""
+    def column(field: Tensor) -> Tensor:     # flags become 0 and 1
+        return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    names = list(JITTER)
+    colour_jitter = [
+        (adjust_brightness, aug.brightness),
+        (adjust_contrast, aug.contrast),
+        (adjust_saturation, aug.saturation),
+        (shift_hue, aug.hue)]
     for place in order.tolist():
-        name = names[place]
-        x = JITTER[name](x, column(name))
+        operation, factor = colour_jitter[place]
+        x = operation(x, column(factor))
 
     gray = rgb_to_grayscale(x, num_output_channels=3)
-    x = torch.where(column("gray") > 0, gray, x)
+    x = torch.where(column(aug.gray) > 0, gray, x)
 
     rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
     if len(rows) > 0:
-        x[rows] = gaussian_blur(x[rows], column("blur")[rows])
+        x[rows] = gaussian_blur(x[rows], column(aug.blur)[rows])
 
-    inverted = (column("solarize") > 0) & (x >= 128 / 255)
+    inverted = (column(aug.solarize) > 0) & (x >= 128 / 255)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
 
@@ -351,9 +418,9 @@ class View(NamedTuple):
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
 
-    # How it was made, of b1, then b2: a record for paper/methods and tests.
-    augmentation: Augmentation
-    order: Tensor = torch.arange(4)     # of the operations of JITTER
+    # How it was made, which baselines in paper/methods and tests read.
+    augmentation: Augmentation          # of b1, then b2
+    order: Tensor = torch.arange(4)     # of the colour jitter
 
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
@@ -379,64 +446,14 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             # patch_ntxent gathers maps of one size.
             generator = rng(args.seed, "geometry", step, number)
             grid = pixels.shape[-1] // args.patch_size
-            g = sample_geometry(ranks * B2, grid, args.group, generator)
+            of_all = sample_geometry(ranks * B2, grid, args.group, generator)
             own = slice(rank * B2, (rank + 1) * B2)
-            g = Geometry(g.flip[own], g.turns[own], g.grid)
+            g = Geometry(of_all.flip[own], of_all.turns[own], of_all.grid)
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.rows(slice(B1, None)), order)
 
         views.append(View(b1, b2, g, aug, order))
     return views
-
-
-# The operations of the jitter. They are torchvision's, but for a whole batch, in which each
-# image has a factor of its own.
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of (B, 3, h, w) in [0, 1] by `shift` (B, 1, 1, 1) of a full circle.
-    A colour has a value, its largest channel, a chroma, how far the smallest lies below,
-    and a hue from 0 to 6, where red is 0, green 2 and blue 4. From these, the usual closed
-    form of HSV gives each channel back:
-        channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    where the offset is 5 for red, 3 for green and 1 for blue."""
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    B, _, h, w = x.shape
-    # Three times the largest sigma, which is 2 pixels of 224.
-    widest = math.ceil(3 * 2 * max(h, w) / 224)
-    radius = min(widest, h - 1, w - 1)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # A convolution sees (3, B, h, w), three maps with a group of channels for each image.
-    # It goes down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
-    return x.transpose(0, 1)
-
-
-# The names are fields of Augmentation. x: images in [0, 1]; f: their factors (B, 1, 1, 1). A
-# factor of 1, or a hue of 0, leaves an image as it is, bit for bit.
-JITTER = {
-    "brightness": lambda x, f: (f * x).clamp(0, 1),
-    "contrast": lambda x, f: rgb_to_grayscale(x).mean((2, 3), True).lerp(x, f).clamp(0, 1),
-    "saturation": lambda x, f: rgb_to_grayscale(x).lerp(x, f).clamp(0, 1),
-    "hue": shift_hue}
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
@@ -572,7 +589,7 @@ def gather(x: torch.Tensor) -> torch.Tensor:
 
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
                  temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv (paper 3.3 and Eq. 3), the mean over images i and places j of
+    """Patch-wise NT-Xent (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
               / (exp s(z_ij, z'_ij)
@@ -611,10 +628,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
-def compare_maps(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+def maps_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                  temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv of the maps of two views, h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2), (B, D,
-    H2, W2), where g takes view 1 to view 2."""
+    """`patch_ntxent` of the maps of two views, h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2),
+    (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
@@ -624,16 +641,17 @@ def compare_maps(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Te
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv in a training that is not ours; ser.py itself does not call it. images1 and
-    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter
-    of its own, and normalised. f1: a module or function that takes images of any size to
-    maps (B, D, h / patch, w / patch). shared: on all ranks a generator with the same seed."""
+    """L_equiv for other trainings. Our own has images that `make_views` moved, and calls
+    `maps_loss`. images1 and images2: (B, 3, h, w), copies of the same images, not cropped,
+    each with a colour jitter of its own, and normalised. f1: a module or function that takes
+    images of any size to maps (B, D, h / patch, w / patch). patch: its patch size, pixels.
+    shared: a generator that has the same seed on all ranks."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return compare_maps(project, relative(g2, g1), h1, h2, temperature)
+    return maps_loss(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) =====================================================
@@ -715,10 +733,9 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
-# paper/README lists where the authors' code departs from the paper. Above all, no gradient
-# of its L_equiv reaches the encoder.
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv."""
+    """The loss of a base method plus weight * L_equiv. In the release no gradient of L_equiv
+    reaches the encoder; paper/README lists the other points where it leaves the paper."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3):
         super().__init__()
@@ -750,13 +767,13 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def equivariance(self, x1: View, x2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of a pair of views and their maps, layer -> f1(x) (B2, D, H, W)."""
+        """L_equiv, from b2 in two views and its maps, layer -> f1(x) (B2, D, H, W)."""
         g = relative(x2.geometry, x1.geometry)
         total = 0.0
         for layer, project in zip(self.layers, self.projectors.values()):
             h1 = maps1[layer]     # f1(x1)
             h2 = maps2[layer]     # f1(x2)
-            total = total + compare_maps(project, g, h1, h2, self.temperature)
+            total = total + maps_loss(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -833,7 +850,7 @@ def arguments() -> ArgumentParser:
         help="matrix products in bfloat16; by default, on a GPU")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     add("--log-every", type=count, default=20, help="steps between lines of the log")
-    add("--save-every", type=int, default=0, help="steps of a checkpoint; 0: an epoch")
+    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: an epoch")
     return parser
 
 
@@ -863,13 +880,17 @@ def setup() -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def seeded_encoder(args: Namespace) -> ViT:
-    """The untrained encoder of --seed. `build` makes the other modules after it, and so
-    from the same seed."""
-    # torch.manual_seed would also seed the GPUs, which `restore_encoder` could not undo.
-    torch.default_generator.manual_seed(args.seed)
+def make_encoder(args: Namespace) -> ViT:
+    """The encoder of these settings, untrained."""
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads,
                args.cls_layer)
+
+
+def seeded_encoder(args: Namespace) -> ViT:
+    """The encoder with the weights of --seed. What `build` makes after it follows from the
+    same seed."""
+    torch.manual_seed(args.seed)
+    return make_encoder(args)
 
 
 def build(args: Namespace) -> SER:
@@ -924,9 +945,7 @@ def load_encoder(path: str | Path) -> ViT:
 
 def restore_encoder(state: dict[str, Any]) -> ViT:
     """The encoder of what `load` returned, in eval mode."""
-    with torch.random.fork_rng(devices=[]):     # so that the caller is not seeded
-        encoder = seeded_encoder(Namespace(**state["settings"]))
-
+    encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
 
@@ -981,16 +1000,16 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # DDP gets no device_ids, as it would then move the Geometry of b2 to the GPU. There,
-    # rho would have to wait for the GPU each time it asks which images move alike.
+    # DDP gets no device_ids, as it would then move the Geometry of b2 to the GPU, for which
+    # rho would have to wait each time it asks which images move alike.
     parallel = model
     if ranks > 1:
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # Loader and log.
-    keys = batch_keys(len(source), args, start, steps)
+    batches = batch_items(len(source), args, start, steps)
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=keys, num_workers=args.workers,
+        make_dataset(source, args), batch_sampler=batches, num_workers=args.workers,
         pin_memory=device.type == "cuda")
     log_path = path.with_name("log.jsonl") if rank == 0 else os.devnull
     log = open(log_path, "a", buffering=1)     # writes each line at once
@@ -1009,7 +1028,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. Nothing in this file samples there; DINO's stochastic depth does.
+        # Forward. The seed is for base methods that sample there, such as DINO.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, args.bf16):
             losses = parallel(views)
@@ -1025,9 +1044,9 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
             record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
-        if saves and rank == 0:     # `encoder` is what evaluations read
+        if saves and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
-                 encoder=model.base.encoder.state_dict(),
+                 encoder=model.base.encoder.state_dict(),     # what evaluations read
                  optimizer=optimizer.state_dict())
 
     if dist.is_initialized():

@@ -441,13 +441,13 @@ def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
-    batches = list(ser.batch_keys(43, toy(), 0, 10))
+    batches = list(ser.batch_items(43, toy(), 0, 10))
     epoch, index, _ = torch.tensor(batches).view(80, 3).T
     assert epoch.tolist() == [0] * 40 + [1] * 40
     first, second = index.view(2, 40).tolist()
     assert len(set(first)) == len(set(second)) == 40
     assert first != second
-    other_seed, = ser.batch_keys(43, toy(seed=1), 0, 1)
+    other_seed, = ser.batch_items(43, toy(seed=1), 0, 1)
     assert batches[0] != other_seed
 
 
@@ -776,7 +776,7 @@ def plain_run(request, folder, tmp_path_factory):
 
 def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
     paths = sorted(map(str, folder.rglob("*.png")))
-    keys = list(ser.batch_keys(43, plain_run.args, 0, 7))
+    keys = list(ser.batch_items(43, plain_run.args, 0, 7))
     n_b2 = 3 if plain_run.args.ratio else 0
     for own, pair in zip(keys, plain_run.views, strict=True):
         _, places, in_b2 = zip(*own)

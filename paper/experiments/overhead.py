@@ -89,7 +89,7 @@ def training_step(flags: Sequence[str]) -> Callable[[int], None]:
     model = ser.build(args).to(device)
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
-    keys = ser.batch_keys(args.batch_size, args, 0, 1)
+    keys = ser.batch_items(args.batch_size, args, 0, 1)
     batches = DataLoader(ser.two_views(images, args), batch_sampler=keys)
     loaded = [(pixels.to(device), aug) for pixels, aug in next(iter(batches))]
 

@@ -51,7 +51,7 @@ def toy(name, flags=""):
 
 def load(data, args):
     """The first batch of a data set, by a DataLoader."""
-    keys = ser.batch_keys(len(data.source), args, 0, 1)
+    keys = ser.batch_items(len(data.source), args, 0, 1)
     return next(iter(DataLoader(data, batch_sampler=keys)))
 
 
