@@ -11,10 +11,9 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags give all the results that one of them asks for. --mlp trains MLPs in place of
-linear heads, and so asks for heads, too. Synthetic images always have --cache and
-equivariance after the last block of f1. Where equivariance is measured, all is measured of an
-untrained encoder, too.
+Several flags together give the results of each. --mlp trains MLPs in place of linear heads,
+and asks for heads as --cache does. Synthetic images always have --cache, and equivariance
+after the last block of f1. With equivariance, an untrained encoder is evaluated, too.
 
 eval.json collects the results of all evaluations. Each row names the settings that made it and
 the weights that it describes. eval.jsonl has a line for each epoch of the heads. The best
@@ -77,9 +76,9 @@ def parse(argv: Sequence[str] | None = None,
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    only_others = (args.knn or args.equivariance) and not args.mlp and not args.cache
-    args.with_heads = not only_others
-    args.with_knn = args.knn or args.with_heads
+    others = args.knn or args.equivariance
+    args.with_heads = args.mlp or args.cache or not others
+    args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
     return args
@@ -173,7 +172,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        taken = ("train", "crops", *folders)     # the training images have two names elsewhere
+        # Rows of a set "train" or "crops" would seem to be of the training images.
+        taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         folders[name] = folder
@@ -190,8 +190,7 @@ class Seeded(Dataset):
         self.key = key
 
     def __getitem__(self, index: int) -> tuple:
-        seed = ser.rng("eval", *self.key, index).initial_seed()
-        torch.default_generator.manual_seed(seed)
+        torch.manual_seed(ser.seed_of("eval", *self.key, index))
         return self.data[index]
 
 
@@ -262,30 +261,43 @@ class Heads(nn.ModuleList):
         return [head(x) for head in self]
 
 
-def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
-                args: Namespace, log: Path, name: str) -> int:
-    """Train all heads, and return which one is best on `val`, features and labels. An epoch
-    is a random order of `images` images, cut into batches, of which this rank has a part.
-    epoch_batches(epoch, parts) gives features (B, K) and labels (B,) of each part, a tensor of
-    places among the images. Adds a line for each epoch to `log`, under `name`."""
-    ranks, rank = ser.ranks_and_rank()
-    batch = min(args.batch_size, images) // ranks * ranks
-    steps = images // batch     # the last, incomplete batch is not used
+def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
+                log: Path) -> tuple[nn.Module, float]:
+    """Train a head for each rate of --lr, and return the one that is best on val, and its
+    rate. train and val: features and labels. Heads learn from `train` with --cache; without
+    it they learn from random crops, and `train` only says how many images there are. Adds a
+    line for each epoch to `log`."""
+    x_train, y_train = train
     x_val, y_val = val
+    blocks = x_val.shape[1] // encoder.dim
+
+    torch.manual_seed(args.seed)
+    heads = Heads(len(args.lr), x_val.shape[1], len(sets.classes), args.mlp).to(x_val.device)
+    ranks, rank = ser.ranks_and_rank()
+    parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
+
+    batch = min(args.batch_size, len(y_train)) // ranks * ranks
+    steps = len(y_train) // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
-    parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
     groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
               for head, lr in zip(heads, args.lr)]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
-        batches = order[:steps * batch].split(batch)
-        parts = [rows.chunk(ranks)[rank] for rows in batches]
+        # This rank's part of each batch, places among the images.
+        order = torch.randperm(len(y_train), generator=ser.rng(args.seed, "eval", epoch))
+        parts = [rows.chunk(ranks)[rank] for rows in order[:steps * batch].split(batch)]
+
+        if args.cache:
+            batches = ((x_train[part].float(), y_train[part]) for part in parts)
+        else:
+            crops = Seeded(sets.random_crops, args.seed, epoch)
+            batches = encode(encoder, crops, blocks, args, parts)
+
         total = torch.zeros(len(heads), device=x_val.device)
-        for x, y in epoch_batches(epoch, parts):
+        for x, y in batches:
             losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
             optimizer.zero_grad()
             losses.sum().backward()     # each head has a loss of its own
@@ -297,13 +309,15 @@ def train_heads(heads: Heads, epoch_batches: Callable, images: int, val: tuple,
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
-        line = {"heads": name, "epoch": epoch + 1, "loss": total[best].item() / steps,
-                "val top-1 %": top1[best], "lr": args.lr[best]}
-        if rank == 0:     # the loss is that of rank 0's parts
+        line = {
+            "heads": f"{'MLP' if args.mlp else 'linear'} heads of {fingerprint(encoder)}",
+            "epoch": epoch + 1, "lr": args.lr[best], "val top-1 %": top1[best],
+            "loss": total[best].item() / steps}     # on rank 0's parts
+        if rank == 0:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
-    return best     # after the last epoch
+    return heads[best].requires_grad_(False), args.lr[best]
 
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
@@ -339,7 +353,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # (B, 3, h, w) to maps (B, D, h / patch, w / patch), and for one `element` of the group at a
 # time, "rot90", "hflip" or "scale". images: (n, 3, S, S), as f1 takes them.
 @torch.no_grad()
-def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
+def cosine_score(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score: the mean over tokens of cos(rho_g(f1(x)), f1(rho_g(x))), where g is
     sampled as in training, so that for some images it is the identity."""
     grid = images.shape[-1] // patch
@@ -359,9 +373,9 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
     """How often a token finds itself in the moved image. In each part of 32 images x, each
     token of rho_g(f1(x)) looks for the most similar one in all of f1(rho_g(x)). Returns the
-    share that finds the one of the same image and place, 1 / (32 H W) by chance. Here g is
-    never the identity, under which every token finds itself, but for a scaling that rounds
-    to the size that the map has."""
+    share that finds the one of the same image and place, about 1 / (32 H W) by chance. Under
+    the identity every token would find itself, so each image is turned or flipped. Only a
+    scaling may round to the size that the map has."""
     grid = images.shape[-1] // patch
     found = 0.0
     for part, x in enumerate(images.split(32)):
@@ -406,16 +420,16 @@ def results_path(args: Namespace, name: str) -> Path:
     return folder / name
 
 
-def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
-          **common: object) -> list[dict]:
-    """Add rows to the file of results, and return them with what all of them have: the
-    settings of the evaluation, the fingerprint of the weights, and `common`. A row is of the
-    trained encoder if it does not say otherwise. A new row stands at the end, and an older one
-    that differs in nothing but its value is dropped. "checkpoints" has the training settings
-    of all weights."""
-    # The rows as they will be read, for instance with lists where tuples were.
+def write(path: Path, rows: Sequence[dict], args: Namespace,
+          checkpoint: Checkpoint) -> list[dict]:
+    """Add rows to the file of results. Returns them as they are there, with the settings of
+    the evaluation and the fingerprint of the weights. Rows are of the trained encoder if they
+    name no other one. The training settings of these weights stand under "checkpoints".
+
+    New rows stand at the end. An older row that is equal but for its value is dropped."""
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
-    rows = json.loads(json.dumps([made_by | common | row for row in rows]))
+    rows = [made_by | row for row in rows]
+    rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
 
     file = {"checkpoints": {}, "rows": []}
     if path.exists():
@@ -450,26 +464,6 @@ def print_table(rows: Sequence[dict]) -> None:
 
 
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ================================
-def best_head(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
-              log: Path) -> tuple[nn.Module, float]:
-    """The head that is best on val, and its rate. Heads train on random crops or, with
-    --cache, on `train`, the features and labels of centre crops."""
-    x, y = train     # for random crops, only the number of images is used
-    width = val[0].shape[1]
-
-    def epoch_batches(epoch: int, parts: list) -> Iterable:     # for train_heads
-        if args.cache:
-            return ((x[part].float(), y[part]) for part in parts)
-        crops = Seeded(sets.random_crops, args.seed, epoch)
-        return encode(encoder, crops, width // encoder.dim, args, parts)
-
-    torch.manual_seed(args.seed)
-    heads = Heads(len(args.lr), width, len(sets.classes), args.mlp).to(x.device)
-    name = f"{'MLP' if args.mlp else 'linear'} heads of {fingerprint(encoder)}"
-    best = train_heads(heads, epoch_batches, len(x), val, args, log, name)
-    return heads[best].requires_grad_(False), args.lr[best]
-
-
 def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim: int,
            kind: str) -> dict[str, float]:
     """Accuracies of a set, features and labels, among some classes. 20-NN reads the last
@@ -502,7 +496,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     head = None
     kept = {}
     if args.with_heads:
-        head, lr = best_head(encoder, sets, (x, y), tests["val"], args, log)
+        head, lr = train_heads(encoder, sets, (x, y), tests["val"], args, log)
         last = head[-1]
         kept = {
             "weight": last.weight.cpu(),
@@ -515,9 +509,11 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     rows = []
     kind = "mlp" if args.mlp else "linear"
     for name, test in tests.items():
-        groups = [torch.arange(len(sets.classes)).to(y), test[1].unique()]
-        if len(groups[0]) == len(groups[1]):
-            groups.pop()
+        all_classes = torch.arange(len(sets.classes)).to(y)
+        own_classes = test[1].unique()
+        groups = [all_classes, own_classes]
+        if len(own_classes) == len(all_classes):
+            groups = [all_classes]
         for among in groups:
             values = scores(head, test, (x, y), among, encoder.dim, kind)
             rows += make_rows(values, name, len(among), encoder.depth)
@@ -535,7 +531,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
         for block in blocks:
             f1 = maps_after(encoder, block)
             values = {
-                f"{element} cosine": cosine(f1, images, encoder.patch_size, element),
+                f"{element} cosine": cosine_score(f1, images, encoder.patch_size, element),
                 f"{element} retrieval": retrieval(f1, images, encoder.patch_size, element)}
             rows += make_rows(values, "val", None, block)
     return rows
@@ -562,15 +558,16 @@ def evaluate(args: Namespace) -> list[dict]:
     for name, encoder in encoders.items():
         encoder.to(device)
         own = []
-        if args.with_knn:
+        if args.with_probe:
             own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks)
         rows += [row | {"encoder": name} for row in own]
 
-    # Write before printing, which ends the program if the terminal has been closed.
     if ser.ranks_and_rank()[1] > 0:
         return rows
+
+    # Write before printing, which ends the program if the terminal has been closed.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}

@@ -1305,16 +1305,18 @@ def test_sets_are_scored_among_all_classes_and_among_their_own(name, lacks, prot
     check_values(protocol.rows, wanted, set=name, classes=3 - lacks, block=6)
 
 
-def test_the_head_is_chosen_among_the_classes_of_val(tmp_path):
+def test_the_head_is_chosen_among_the_classes_of_val(tmp_path, monkeypatch):
     heads = eval_linear.Heads(2, 2, 3)
     heads[0][-1].bias.data[0] = 9.0
     perfect_but_for_class_2 = [[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]
     heads[1][-1].weight.data = torch.tensor(perfect_but_for_class_2)
+    monkeypatch.setattr(eval_linear, "Heads", lambda *_: heads)
+
     val = (torch.eye(2), torch.arange(2))
-    args = ser.Namespace(lr=[1e-9, 1e-9], epochs=1, batch_size=2, seed=0)
-    log = tmp_path / "eval.jsonl"
-    best = eval_linear.train_heads(heads, lambda *_: [val], 2, val, args, log, "")
-    assert best == 1
+    sets = eval_linear.Sets("abc", None, None, {})
+    args = eval_linear.parse(["--lr", "1e-9", "1e-8", "--epochs", "1"])
+    found = eval_linear.train_heads(toy_vit(), sets, val, val, args, tmp_path / "eval.jsonl")
+    assert found == (heads[1], 1e-8)
 
 
 def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():

@@ -248,8 +248,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             results[kind][name] = scores
             values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
+            rows = [row | {"head": head.made} for row in rows]
             if rank == 0:
-                eval_linear.write(path, rows, args, checkpoint, head=head.made)
+                eval_linear.write(path, rows, args, checkpoint)
 
     if rank == 0:
         for kind in results:
