@@ -11,14 +11,15 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags together give the results of each. --mlp trains MLPs in place of linear heads,
-and asks for heads as --cache does. Synthetic images always have --cache, and equivariance
-after the last block of f1. With equivariance, an untrained encoder is evaluated, too.
+Several flags together give the results of each. --mlp asks for heads, too, which are MLPs in
+place of linear ones, on random crops or with --cache. Synthetic images always have --cache,
+and equivariance after the last block of f1. With equivariance, the untrained encoder that the
+run began with is evaluated as well.
 
-eval.json collects the results of all evaluations. Each row names the settings that made it and
-the weights that it describes. eval.jsonl has a line for each epoch of the heads. The best
-linear head is kept in a file whose name depends on settings and weights, so that no other head
-replaces it. A stopped evaluation begins anew.
+eval.json collects the results of all evaluations. Each row names the settings that made it
+and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of
+the heads. The best linear head is kept in a file whose name depends on settings and weights,
+so that no other head replaces it. A stopped evaluation begins anew.
 """
 import copy
 import hashlib
@@ -76,6 +77,7 @@ def parse(argv: Sequence[str] | None = None,
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
+    # --cache asks for heads where it was given, not where synthetic images imply it.
     others = args.knn or args.equivariance
     args.with_heads = args.mlp or args.cache or not others
     args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
@@ -87,7 +89,7 @@ def parse(argv: Sequence[str] | None = None,
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint."""
     encoder: ViT        # in eval mode, on the CPU
-    weights: str        # fingerprint of the encoder
+    weights: str        # the fingerprint of the encoder's weights
     step: int
     settings: dict      # of the training
 
@@ -172,7 +174,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows of a set "train" or "crops" would seem to be of the training images.
+        # A set called "train" or "crops" would seem to be the training images.
         taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
@@ -348,6 +350,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
+# Choice: A.2 has the cosine; retrieval, and the untrained encoder beside, are ours.
+#
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). Two numbers say how nearly that is so. Both are for any f1 that takes images
 # (B, 3, h, w) to maps (B, D, h / patch, w / patch), and for one `element` of the group at a
@@ -485,7 +489,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
-    x, y = extract(encoder, sets.centre_crops, blocks if args.cache else 1, args)
+    cached_blocks = blocks if args.cache else 1     # other heads do not read these features
+    x, y = extract(encoder, sets.centre_crops, cached_blocks, args)
     if x.is_cuda:     # half the memory, and no coarser than the bf16 of the encoder
         x = x.half()
     tests = {}

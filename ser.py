@@ -19,9 +19,10 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method, and SER.forward is the paper's Algorithm 1. `Paper:` marks
-what the paper prescribes, `Choice:` what it leaves open or where we depart from it. "The
-release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. Of the paper's Algorithm 1, section 2 makes the batch and
+its views, and SER.forward in section 6 is what follows, up to the loss. `Paper:` marks what
+the paper prescribes, `Choice:` what it leaves open or where we depart from it. "The release"
+is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -104,15 +105,16 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
 
-    Its grid is that of g2. The scaling of g1 needs no inverse, as rho_g resizes to its grid
-    whatever size the map has. That it turns the map before it resizes it changes nothing: a
-    turn and a resize commute, if an odd turn exchanges the sides.
+    Its grid is that of g2. The scaling of g1 needs no inverse, as a grid is the size that
+    rho_g resizes to, whatever size the map has. Resizing may come last, because turning and
+    then resizing is the same as resizing, with the sides exchanged, and then turning.
 
     Flips and turns do need an inverse. Let Q be a quarter turn and M the flip, so that g1 is
     Q^t1 M^m1, m1 flips and then t1 turns. A flipped image turns the other way round, that is
     M Q = Q^-1 M. Hence, with s = -1 if m1 != m2, else 1,
         g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
-    For example, if g1 is the flip and g2 is one turn, g is the flip and then one turn."""
+    For example, if g1 is one turn and g2 is the flip, g turns back and then flips, M Q^-1.
+    That is Q M, the flip and then one turn."""
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -261,7 +263,8 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
         flip = random.random() < settings.flip
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square.
+    # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square, which rho_g
+    # resizes once more.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -329,27 +332,27 @@ def normalise(x: Tensor) -> Tensor:
 # has a factor of its own. x: images (B, 3, h, w) in [0, 1]; factor: (B, 1, 1, 1). A factor of
 # 1, or a hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black."""
+    """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
 
 
 def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image."""
+    """Towards the mean gray of the image, or away from it."""
     mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
     return mean.lerp(x, factor).clamp(0, 1)
 
 
 def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel."""
+    """Towards the gray of each pixel, or away from it."""
     return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
 
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue by `shift` of a full circle.
 
-    A colour has a value, its largest channel, a chroma, how far the smallest lies below,
-    and a hue from 0 to 6, where red is 0, green 2 and blue 4. From these, the usual closed
-    form of HSV gives each channel back:
+    A colour has a value, which is its largest channel, a chroma, which is how far the
+    smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
+    at 2 and blue at 4. The usual closed form of HSV gives each channel back:
         channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
     where the offset is 5 for red, 3 for green and 1 for blue."""
     r, g, b = x.split(1, dim=1)
@@ -510,19 +513,20 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding,
-        # whose kernel counts as a matrix. qkv holds three D x D matrices. With the gain, each
-        # is sampled as if it stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
+        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. A
+        # convolution's kernel is a matrix once it is flattened.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
+                # qkv holds three D x D matrices. With this gain each of them is sampled as
+                # if it stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
                 gain = math.sqrt(2) if name.endswith("qkv") else 1.0
                 nn.init.xavier_uniform_(module.weight.flatten(1), gain)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
 
-        # Choice: learned position embeddings, resized to the grids of b2, and none for
-        # [CLS], as in the release's SER. With them MoCo-v3 trains the 42.9 M parameters
-        # of Table 1.
+        # Choice: position embeddings are learned, resized to the grids of b2, and there is
+        # none for [CLS], as in the release's SER. MoCo-v3's are fixed sines and cosines. With
+        # learned ones our MoCo-v3 trains the 42.9 M parameters of Table 1.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -628,10 +632,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
-def maps_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
-                 temperature: float = 0.3) -> torch.Tensor:
-    """`patch_ntxent` of the maps of two views, h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2),
-    (B, D, H2, W2), where g takes view 1 to view 2."""
+def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+                       temperature: float = 0.3) -> torch.Tensor:
+    """L_equiv of one layer, from h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2), (B, D, H2,
+    W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
@@ -641,17 +645,18 @@ def maps_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tenso
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for other trainings. Our own has images that `make_views` moved, and calls
-    `maps_loss`. images1 and images2: (B, 3, h, w), copies of the same images, not cropped,
-    each with a colour jitter of its own, and normalised. f1: a module or function that takes
-    images of any size to maps (B, D, h / patch, w / patch). patch: its patch size, pixels.
-    shared: a generator that has the same seed on all ranks."""
+    """L_equiv for another training, whose images are not moved yet. (Ours are moved by
+    `make_views`, so that SER calls `align_and_contrast`.) images1 and images2: (B, 3, h, w),
+    copies of the same images, not cropped, each with a colour jitter of its own, and
+    normalised. f1: a module or function that takes images of any size to maps (B, D, h /
+    patch, w / patch). patch: the side of its patches in pixels. shared: a generator that has
+    the same seed on all ranks."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return maps_loss(project, relative(g2, g1), h1, h2, temperature)
+    return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) =====================================================
@@ -734,8 +739,9 @@ class MoCoV3(nn.Module):
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv. In the release no gradient of L_equiv
-    reaches the encoder; paper/README lists the other points where it leaves the paper."""
+    """The loss of a base method plus weight * L_equiv. Unlike in the release, the gradient of
+    L_equiv reaches f1, by both views. paper/README has all that the release does in another
+    way than the paper."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3):
         super().__init__()
@@ -750,30 +756,31 @@ class SER(nn.Module):
 
     def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
         """Algorithm 1 on two views. Returns `loss`, and its parts without gradient."""
-        x1, x2 = views
-        cls1, maps1 = encode_view(self.base.encoder, x1, self.layers)
-        cls2, maps2 = encode_view(self.base.encoder, x2, self.layers)
+        view1, view2 = views
+        cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
+        cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice: b1 and b2 share one mean and all keys, as in the release. Eq. 3 has a mean
         # over each part. With 24 images in b2 and 2,024 in b1, one of b2 would then weigh as
         # much as 84 of b1.
         inv = self.base(views, [cls1, cls2])
-        if x1.b2 is None:
+        if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
         # Also with weight 0, so that the control differs in nothing else.
-        equiv = self.equivariance(x1, x2, maps1, maps2)
+        equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-    def equivariance(self, x1: View, x2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv, from b2 in two views and its maps, layer -> f1(x) (B2, D, H, W)."""
-        g = relative(x2.geometry, x1.geometry)
+    def equivariance(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
+        """L_equiv of b2. maps1, maps2: layer -> f1(x1), f1(x2), each (B2, D, H, W)."""
+        g = relative(view2.geometry, view1.geometry)
         total = 0.0
-        for layer, project in zip(self.layers, self.projectors.values()):
-            h1 = maps1[layer]     # f1(x1)
-            h2 = maps2[layer]     # f1(x2)
-            total = total + maps_loss(project, g, h1, h2, self.temperature)
+        for layer in self.layers:
+            project = self.projectors[str(layer)]
+            h1 = maps1[layer]
+            h2 = maps2[layer]
+            total = total + align_and_contrast(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -939,7 +946,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode; paper/experiments/convert.py has timm's."""
+    """The encoder of a checkpoint, in eval mode."""
     return restore_encoder(load(path))
 
 
@@ -1000,8 +1007,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # DDP gets no device_ids, as it would then move the Geometry of b2 to the GPU, for which
-    # rho would have to wait each time it asks which images move alike.
+    # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
+    # which asks eight times which images move alike, would wait for the GPU each time.
     parallel = model
     if ranks > 1:
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -1092,7 +1099,7 @@ def read_image(path: str) -> Tensor:
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
-                      "place, and the same command continues the run") from None
+                      "place, and give the same command again") from None
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
