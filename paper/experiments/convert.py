@@ -12,7 +12,6 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Sequence
 
 import torch
 
@@ -22,16 +21,16 @@ import ser
 KNOWN = {(192, 12): 3, (384, 12): 6, (768, 12): 12, (1024, 24): 16}
 
 
-def from_timm(path: str, heads: int) -> dict:
+def from_timm(state: dict, heads: int) -> dict:
     """Our checkpoint of timm's or moco-v3's; heads: 0 if the command line does not tell."""
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    state = checkpoint.get("state_dict", checkpoint.get("model", checkpoint))
-    of_moco = "module.base_encoder.cls_token" in state
-    prefix = "module.base_encoder." if of_moco else ""
-    weights = {name.removeprefix(prefix): weight for name, weight in state.items()
-               if name.startswith(prefix) and not name.startswith(f"{prefix}head")}
-    if not {"cls_token", "pos_embed"} <= weights.keys():
-        sys.exit(f"{path} has no ViT of timm's or moco-v3's")
+    heads = heads or state.get("heads", 0)
+    state = state.get("state_dict", state.get("model", state))
+    prefix = "module.base_encoder."
+    if f"{prefix}cls_token" in state:
+        heads = heads or 12     # all ViTs of moco-v3 have 12
+        state = {name.removeprefix(prefix): weight for name, weight in state.items()
+                 if name.startswith(prefix)}
+    weights = {name: weight for name, weight in state.items() if not name.startswith("head")}
 
     rows = weights["pos_embed"]                                         # (1, 1 + g g, D)
     weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # [CLS] has no other here
@@ -41,13 +40,13 @@ def from_timm(path: str, heads: int) -> dict:
     patch = weights["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
-    known = 12 if of_moco else KNOWN.get((dim, depth))     # all ViTs of moco-v3 have 12
-    heads = heads or checkpoint.get("heads", known)
+    heads = heads or KNOWN.get((dim, depth))
     if not heads:
         sys.exit(f"--heads: how many attention heads have {depth} blocks of width {dim}?")
-    shape = dict(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth, heads=heads)
-    args = ser.parse([], small=shape | dict(cls_layer=0, ratio=0.0))     # else, ser.py's defaults
-    args.data = "images of another program"            # hence evaluations ask for --data
+
+    args = ser.parse(["--data=images of another program"])     # hence evaluations ask for --data
+    vars(args).update(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth,
+                      heads=heads, cls_layer=0, ratio=0.0, equiv_layers=[])
     ser.seeded_encoder(args).load_state_dict(weights)     # raises for what is no plain ViT
     return dict(step=0, settings=vars(args), encoder=weights)
 
@@ -57,14 +56,14 @@ def to_timm(checkpoint: dict) -> dict:
     given = checkpoint["settings"]
     if given["cls_layer"] > 0:
         sys.exit(f"[CLS] enters after block {given['cls_layer']}, timm's before block 1: use ours")
-    rows = checkpoint["encoder"]["pos_embed"].flatten(2).mT             # (1, g g, D)
-    rows = torch.cat([torch.zeros_like(rows[:, :1]), rows], dim=1)
+    rows = checkpoint["encoder"]["pos_embed"].flatten(2).mT     # (1, g g, D)
+    rows = torch.nn.functional.pad(rows, (0, 0, 1, 0))          # zeros for [CLS]
     return {"state_dict": checkpoint["encoder"] | {"pos_embed": rows}, "heads": given["heads"]}
 
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser("python -m paper.experiments.convert", allow_abbrev=False)
+    parser = ArgumentParser()
     what = parser.add_mutually_exclusive_group(required=True)
     for flag in ("--from-timm", "--to-timm", "--encoder-only"):
         what.add_argument(flag, nargs=2, metavar=("FROM", "TO"))
@@ -76,12 +75,14 @@ def convert(args: Namespace) -> None:
     """Read a file and write the other."""
     source, target = args.from_timm or args.to_timm or args.encoder_only
     if args.from_timm:
-        state = from_timm(source, args.heads)
-    elif args.to_timm:
-        state = to_timm(ser.load(source))
+        state = torch.load(source, map_location="cpu", weights_only=True)
+        state = from_timm(state, args.heads)
     else:
         state = ser.load(source)
         state = {name: state[name] for name in ("step", "settings", "encoder")}
+    if args.to_timm:
+        state = to_timm(state)
+
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
 

@@ -13,20 +13,17 @@ computes L_equiv of its own anchors in one direction, for less than the late [CL
 
 Flags of ser.py, such as --bf16, go on to `step`.
 """
-import importlib
 import random
 import time
 from argparse import ArgumentParser, Namespace
 from statistics import median
-from typing import Any, Callable, Sequence
+from typing import Callable
 
 import torch
 from PIL import Image, ImageFilter, ImageOps
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import transforms as T
-from torchvision.datasets.folder import pil_loader
 
 import ser
 
@@ -35,53 +32,40 @@ BATCH = 256 if CUDA else 16
 PLAIN = ["--ratio", "0", "--cls-layer", "0"]     # MoCo-v3
 # r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
 RATIOS = ("0.01", "0.06") if CUDA else ("0.125", "0.25")
-# The paper's parameters are 43.7 M, 43.3 M, 62.2 M and 43.3 M.
-BASELINES = ("augself", "equimod", "stl", "essl")
-
-
-def macs(work: Callable[[], Any]) -> float:
-    """MACs of the matrix products and convolutions of `work`."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        work()
-    return counter.get_total_flops() / 2
 
 
 def count() -> dict[str, float]:
-    """Trained parameters of each method; MACs of an image, as the paper counts, by MoCo-v3 and SER,
-    whose b2 has 3 of 256 images on each of 8 GPUs. On the device "meta" tensors have no values."""
-    given = ["--data", "given"]     # without --data, models are small
-    x = torch.empty(1, 3, 224, 224, device="meta")
+    """Trained parameters, and MACs of an image as the paper counts, by MoCo-v3 and SER, whose b2
+    has 3 of 256 images on each of 8 GPUs. On the device "meta" tensors have no values."""
     counts: dict[str, float] = {}
-    with torch.device("meta"):
-        models = {"moco": ser.build(ser.parse([*given, *PLAIN])),
-                  "ser": ser.build(ser.parse(given))}
-        for name in BASELINES:
-            method = importlib.import_module(f"paper.methods.{name}")
-            models[name] = method.build(method.settings(given))
-
-    for name, model in models.items():
+    x = torch.empty(1, 3, 224, 224, device="meta")
+    for name, flags in (("moco", PLAIN), ("ser", [])):
+        args = ser.parse(["--data", "given", *flags])     # without --data, models are small
+        with torch.device("meta"):
+            model = ser.build(args).eval()
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         counts[f"{name}: parameters"] = sum(trained)
-    for name in ("moco", "ser"):
-        base = models[name].eval().base
-        online = macs(lambda: base.predictor(base.projector(base.encoder(x).cls)))
-        momentum = macs(lambda: base.momentum_projector(base.momentum_encoder(x).cls))
-        counts[f"{name}: forward MACs"] = 2 * (online + momentum)     # two views
+
+        base = model.base
+        with FlopCounterMode(display=False) as counter:
+            base.predictor(base.projector(base.encoder(x).cls))
+            base.momentum_projector(base.momentum_encoder(x).cls)
+        # A MAC is two FLOP, and there are two views.
+        counts[f"{name}: forward MACs"] = counter.get_total_flops()
 
     anchors = 3 * 196                                     # of a GPU
     projector = 2 * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
     loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
     own = counts["ser: forward MACs"]
     counts["ser: forward MACs"] = own + (projector + loss) / 256
-    # All anchors on each of 8 GPUs in both directions. The release contrasts them with half of the
-    # keys, and projects the tokens of the momentum branch, too.
+    # The release has half of the keys, and projects the tokens of the momentum branch, too.
     everywhere = 8 * 2 * loss
     counts["ser: the paper's count"] = own + (projector + everywhere) / 256
     counts["ser: the release's count"] = own + (2 * projector + everywhere / 2) / 256
     return counts
 
 
-def training_step(flags: Sequence[str]) -> Callable[[int], None]:
+def training_step(flags: list[str]) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number. It begins with decoded
     crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""
     args = ser.parse(["--data", "given", *flags])
@@ -90,8 +74,8 @@ def training_step(flags: Sequence[str]) -> Callable[[int], None]:
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
     keys = ser.batch_items(args.batch_size, args, 0, 1)
-    batches = DataLoader(ser.two_views(images, args), batch_sampler=keys)
-    loaded = [(pixels.to(device), aug) for pixels, aug in next(iter(batches))]
+    batch, = DataLoader(ser.two_views(images, args), batch_sampler=keys)
+    loaded = [(pixels.to(device), aug) for pixels, aug in batch]
 
     def step(number: int) -> None:
         views = ser.make_views(loaded, args, number)
@@ -124,13 +108,13 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
               f"{median(ratios):6.3f}x ({ratios[0]:.3f}-{ratios[-1]:.3f}) of {first}")
 
 
-def time_steps(flags: Sequence[str], rounds: int) -> None:
-    """Print memory on a GPU, and time of a training step of MoCo-v3, and of SER with each r."""
+def time_steps(args: Namespace) -> None:
+    """Time a training step of MoCo-v3, and of SER with each r; print its memory on a GPU."""
     sides = {"moco": PLAIN} | {f"ser {ratio}": ["--ratio", ratio] for ratio in RATIOS}
     steps = {}
     for name, own in sides.items():
         before = torch.cuda.memory_allocated()
-        step = training_step([*flags, "--batch-size", str(BATCH), *own])
+        step = training_step([*args.flags, "--batch-size", str(BATCH), *own])
         step(0)     # makes the state of AdamW
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -138,7 +122,7 @@ def time_steps(flags: Sequence[str], rounds: int) -> None:
             memory = torch.cuda.max_memory_allocated() - before
             print(f"{name}: {memory / 1e9:.1f} GB of the GPU")
         steps[name] = step
-    compare(steps, rounds, BATCH)
+    compare(steps, args.rounds, BATCH)
 
 
 def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
@@ -153,17 +137,16 @@ def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
         T.Normalize(ser.MEAN.flatten().tolist(), ser.STD.flatten().tolist())])
 
 
-def time_loader(data: str, rounds: int) -> None:
-    """Print images/s of one core, of at most 200 images. moco-v3's recipe does everything there;
-    ser.py's data set decodes and cuts two views, and the device jitters them."""
+def time_loader(args: Namespace) -> None:
+    """Time one core. moco-v3's recipe does everything there; in ser.py the device jitters."""
     torch.set_num_threads(1)
-    paths = ser.list_images(data)[0][:200]
-    views = ser.two_views(paths, ser.parse(["--data", data]))
+    paths = ser.list_images(args.data)[0][:200]
+    views = ser.two_views(paths, ser.parse(["--data", args.data]))
     recipes = [moco_v3_recipe(1.0, 0.0), moco_v3_recipe(0.1, 0.2)]
 
     def theirs(number: int) -> None:
         for path in paths:
-            image = pil_loader(path)
+            image = Image.open(path).convert("RGB")
             for make in recipes:
                 make(image)
 
@@ -171,31 +154,29 @@ def time_loader(data: str, rounds: int) -> None:
         for index in range(len(paths)):
             views[number, index, False]
 
-    compare({"moco-v3": theirs, "ser": ours}, rounds, len(paths))
+    compare({"moco-v3": theirs, "ser": ours}, args.rounds, len(paths))
 
 
-def settings(argv: Sequence[str] | None = None) -> Namespace:
+def print_counts(args: Namespace) -> None:
+    """Print what is counted."""
+    for name, value in count().items():
+        print(f"{name:24}{value:20,.0f}")
+
+
+ROWS = {"counts": print_counts, "step": time_steps, "loader": time_loader}
+
+
+def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py."""
-    parser = ArgumentParser("python -m paper.experiments.overhead", allow_abbrev=False)
-    add = parser.add_argument
-    add("--rows", default="counts", choices=["counts", "step", "loader"])
-    add("--data", help="photographs, for the row loader")
-    add("--rounds", type=int, default=7, help="in which all sides are timed")
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--rows", default="counts", choices=list(ROWS))
+    parser.add_argument("--data", help="photographs, for the row loader")
+    parser.add_argument("--rounds", type=int, default=7, help="in which all sides are timed")
     args, args.flags = parser.parse_known_args(argv)
     ser.parse(args.flags)     # exits where ser.py has no such flag
     return args
 
 
-def main(args: Namespace) -> None:
-    """Print the rows that are asked for."""
-    if args.rows == "counts":
-        for name, value in count().items():
-            print(f"{name:24}{value:20,.0f}")
-    elif args.rows == "step":
-        time_steps(args.flags, args.rounds)
-    else:
-        time_loader(args.data, args.rounds)
-
-
 if __name__ == "__main__":
-    main(settings())
+    args = settings()
+    ROWS[args.rows](args)

@@ -3,18 +3,15 @@
     python -m paper.experiments.pasted --data imagenette2-160 --out runs/pasted --weight 0.1
 
 L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
-ser.py, these views do not enter the other loss. Sizes, crops, rate and schedule are imagenette.py's.
-A stopped command goes on from its last epoch; torchrun shares it. OUT/row.json gets accuracies
-(linear: of three heads, their mean) and retrieval of turns.
+ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
+torchrun shares the work. OUT/row.json gets the results, accuracies as means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
+import timm
 import torch
-from timm.layers import resample_abs_pos_embed, set_fused_attn
-from timm.models import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -24,19 +21,19 @@ import ser
 from paper.experiments import convert
 from ser import patch_ntxent, projector, relative, rho, sample_geometry
 
-SCHEDULE = dict(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
 # Choice: SimCLR's jitter at half strength and no blur, as SimCLR has them for small images.
-JITTER = [v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8), v2.RandomGrayscale(0.2),
-          v2.PILToTensor()]
-CROP = v2.Compose([v2.RandomResizedCrop(64, (0.2, 1.0)), v2.RandomHorizontalFlip(), *JITTER])
+JITTER = v2.Compose([
+    v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.4, 0.1)], p=0.8),
+    v2.RandomGrayscale(0.2),
+    v2.PILToTensor()])
+CROP = v2.Compose([v2.RandomResizedCrop(64, (0.2, 1.0)), v2.RandomHorizontalFlip(), JITTER])
 RESIZE = v2.Compose([v2.Resize(64), v2.CenterCrop(64)])
 
 
-def four_views(image: object) -> tuple[Tensor, ...]:
+def four_views(image):
     """Two views for SimCLR, and two of the whole image for L_equiv, (3, 64, 64) uint8 each."""
     whole = RESIZE(image)
-    jitter = v2.Compose(JITTER)
-    return CROP(image), CROP(image), jitter(whole), jitter(whole)
+    return CROP(image), CROP(image), JITTER(whole), JITTER(whole)
 
 
 def equivariance_loss(f1, project, images1, images2, patch, shared):
@@ -58,58 +55,55 @@ class Model(nn.Module):
     """Both losses are in `forward`, which DDP wraps. SimCLR's negatives are of the other view."""
     def __init__(self):
         super().__init__()
-        self.vit = VisionTransformer(64, patch_size=8, embed_dim=128, depth=6, num_heads=4,
-                                     num_classes=0, dynamic_img_size=True)
+        self.vit = timm.models.VisionTransformer(
+            64, 8, embed_dim=128, depth=6, num_heads=4, num_classes=0, dynamic_img_size=True)
         self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
         self.project = projector(128)
 
-    def f1(self, images: Tensor) -> Tensor:
+    def f1(self, images):
         """Images (B, 3, h, w) -> the map (B, D, H, W) after two blocks, without [CLS]."""
-        x = self.vit.patch_embed(images)                            # (B, H, W, D)
-        grid = list(x.shape[1:3])
-        places = resample_abs_pos_embed(self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
-        x = self.vit.blocks[:2](x.flatten(1, 2) + places)
-        return x.mT.unflatten(2, grid)
+        x = self.vit.patch_embed(images)           # (B, H, W, D)
+        tokens = self.vit._pos_embed(x)[:, 1:]     # with position embeddings, without [CLS]
+        return self.vit.blocks[:2](tokens).mT.unflatten(2, x.shape[1:3])
 
-    def forward(self, x1: Tensor, x2: Tensor, images1: Tensor, images2: Tensor,
-                shared: torch.Generator) -> tuple[Tensor, Tensor]:
+    def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
-        inv = ser.info_nce(z1, z2, temperature=0.2) + ser.info_nce(z2, z1, temperature=0.2)
+        inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
         return inv, equivariance_loss(self.f1, self.project, images1, images2, 8, shared)
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser()
-    parser.add_argument("--data", required=True, help="folder with train/CLASS and val/CLASS")
-    parser.add_argument("--out", default="runs/pasted")
-    parser.add_argument("--weight", type=float, default=0.1, help="of L_equiv")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=4)
-    return parser.parse_args(argv, Namespace(**SCHEDULE))
+    add = parser.add_argument
+    add("--data", required=True, help="folder with train/CLASS and val/CLASS")
+    add("--out", default="runs/pasted")
+    add("--weight", type=float, default=0.1, help="of L_equiv")
+    add("--seed", type=int, default=0)
+    add("--workers", type=int, default=4)
+    parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
+    return parser.parse_args(argv)
 
 
 def train(args: Namespace) -> Model:
-    """Train, or go on with a training, and return the model."""
+    """Train a model, and keep its encoder after each epoch. When stopped, it begins anew."""
     device = ser.setup()
     ranks, rank = ser.ranks_and_rank()
-    set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
+    timm.layers.set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
     torch.manual_seed(args.seed)
     model = Model().to(device)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
-    data = ImageFolder(Path(args.data, "train"), four_views)
+    data = ImageFolder(f"{args.data}/train", four_views)
     sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed)
-    loader = DataLoader(data, args.batch_size // ranks, sampler=sampler, drop_last=True,
-                        num_workers=args.workers)
-    path = Path(args.out, "last.pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    start = ser.resume(path, vars(args), model, optimizer) if path.exists() else 0
+    loader = DataLoader(
+        data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    for epoch in range(start, args.epochs):
+    encoder = eval_linear.results_path(args, "encoder.pt")
+    for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         shared = torch.Generator().manual_seed(1000 * args.seed + epoch)
         torch.manual_seed(1000 * shared.initial_seed() + rank)     # the workers' crops follow it
@@ -125,32 +119,28 @@ def train(args: Namespace) -> Model:
 
         if rank == 0:
             print(f"epoch {epoch + 1}: SimCLR {inv:.3f}, L_equiv {equiv:.3f}", flush=True)
-            ser.save(path, step=epoch + 1, settings=vars(args), model=model.state_dict(),
-                     optimizer=optimizer.state_dict())
+            ser.save(encoder, **convert.from_timm(model.vit.state_dict(), heads=4))
     return model.eval()
 
 
-def evaluate(model: Model, args: Namespace) -> dict:
-    """Accuracies by eval_linear.py, and retrieval after f1, as it was trained."""
-    encoder = f"{args.out}/encoder.pt"
-    if ser.ranks_and_rank()[1] == 0:
-        torch.save({"state_dict": model.vit.state_dict(), "heads": 4}, f"{args.out}/timm.pth")
-        convert.convert(convert.settings(["--from-timm", f"{args.out}/timm.pth", encoder]))
-    row = vars(args).copy()
-    words = ["--data", args.data, "--checkpoint", encoder, "--cache", "--seed"]
+def evaluate(model: Model, args: Namespace) -> None:
+    """Write and print accuracies by eval_linear.py, and retrieval after f1, as it was trained."""
+    val = ImageFolder(f"{args.data}/val", v2.Compose([RESIZE, v2.PILToTensor()]))
+    images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
+    turns = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
+    row = vars(args) | {"rot90 retrieval": turns}
+
+    words = ["--data", args.data, "--checkpoint", f"{args.out}/encoder.pt", "--cache", "--seed"]
     for seed in "012":     # of the heads, with which linear accuracy scatters
         for found in eval_linear.evaluate(eval_linear.parse([*words, seed])):
-            row[found["measure"]] = row.get(found["measure"], 0) + found["value"] / 3
+            measure = found["measure"]
+            row[measure] = row.get(measure, 0) + found["value"] / 3
 
-    val = ImageFolder(Path(args.data, "val"), v2.Compose([RESIZE, v2.PILToTensor()]))
-    images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
-    found = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
-    return row | {"rot90 retrieval": found}
+    if ser.ranks_and_rank()[1] == 0:
+        eval_linear.results_path(args, "row.json").write_text(json.dumps(row))
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":
     args = settings()
-    row = json.dumps(evaluate(train(args), args))
-    if ser.ranks_and_rank()[1] == 0:
-        Path(args.out, "row.json").write_text(row)
-        print(row)
+    evaluate(train(args), args)

@@ -11,7 +11,6 @@ is jittered. There is no DistributedDataParallel, as one process needs none.
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import redirect_stdout
-from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import torch
@@ -33,15 +32,14 @@ class OnCPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class Trained(NamedTuple):
-    """Two parts of a model that have gradients."""
-    encoder: nn.Module
-    projector: nn.Module
+def gradient(module: nn.Module) -> Tensor:
+    """That of all parameters, as one vector. It is empty where they have none."""
+    gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    return torch.cat([torch.empty(0), *gradients])
 
 
-def theirs(folder: str, b1: Tensor, b2: Tensor, weight: float) -> Trained:
-    """The release's model, with the settings of run_pretrain.sh but for the weight."""
-    sys.path.insert(0, folder)
+def theirs(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
+    """Gradients of the release's model, with the settings of run_pretrain.sh but for the weight."""
     for name in ("kornia", "kornia.augmentation", "kornia.augmentation.container"):
         sys.modules.setdefault(name, MagicMock())
     from builder import moco, utils
@@ -59,11 +57,11 @@ def theirs(folder: str, b1: Tensor, b2: Tensor, weight: float) -> Trained:
         loss.backward()
 
     del model.base_encoder.head     # MoCo-v3's, which is no part of the encoder
-    return Trained(model.base_encoder, model.projector_equiv)
+    return {"encoder": gradient(model.base_encoder), "projector": gradient(model.projector_equiv)}
 
 
-def ours(b1: Tensor, b2: Tensor, weight: float) -> Trained:
-    """Our model, with the defaults of ser.py but for the weight."""
+def ours(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
+    """Gradients of our model, with the defaults of ser.py but for the weight."""
     model = ser.build(ser.parse(["--data=none", f"--weight={weight}"]))
     generator = torch.Generator().manual_seed(0)
     views = []
@@ -71,29 +69,7 @@ def ours(b1: Tensor, b2: Tensor, weight: float) -> Trained:
         g = ser.sample_geometry(len(b2), generator=generator)
         views.append(ser.View(images, ser.rho(g, b2, 16), g, augmentation=None))
     model(views)["loss"].backward()
-    return Trained(model.base.encoder, model.projectors)
-
-
-def norm(module: nn.Module) -> str:
-    """The norm of the gradient of all parameters."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return f"{nn.utils.get_total_norm(gradients):.5g}" if gradients else "none"
-
-
-def same_bits(model: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have equal gradients, or none, for each parameter."""
-    pairs = zip(model.parameters(), other.parameters())
-    return all(p.grad is q.grad or torch.equal(p.grad, q.grad) for p, q in pairs)
-
-
-def report(name: str, zero: Trained, large: Trained) -> None:
-    """Print the lines of two models, by lambda = 0 and 10,000."""
-    for part in Trained._fields:
-        before = getattr(zero, part)
-        after = getattr(large, part)
-        verdict = "equal to the bit" if same_bits(before, after) else "different"
-        title = f"{name}, {part}"
-        print(f"{title:20}{norm(before):>14}{norm(after):>16}   {verdict}", flush=True)
+    return {"encoder": gradient(model.base.encoder), "projector": gradient(model.projectors)}
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -103,18 +79,24 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the norms for the release and for this repository."""
-    folder = settings(argv).release
+def main(args: Namespace) -> None:
+    """Print norms of the gradients by lambda = 0 and 10,000, and whether the gradients agree."""
+    sys.path.insert(0, args.release)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     images, _ = ser.synthetic_images(8, 224, seed=0)
     b1, b2 = ser.normalise(images / 255).chunk(2)
 
     print("norm of the gradient      lambda 0   lambda 10,000")
-    report("release", theirs(folder, b1, b2, 0), theirs(folder, b1, b2, 10_000))
-    report("ours", ours(b1, b2, 0), ours(b1, b2, 10_000))
+    for name, gradients in (("release", theirs), ("ours", ours)):
+        zero = gradients(b1, b2, 0)
+        large = gradients(b1, b2, 10_000)
+        for part in ("encoder", "projector"):
+            pair = (zero[part], large[part])
+            norms = [f"{one.double().norm():.5g}" if len(one) > 0 else "none" for one in pair]
+            verdict = "equal to the bit" if torch.equal(*pair) else "different"
+            print(f"{name + ', ' + part:20}{norms[0]:>14}{norms[1]:>16}   {verdict}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(settings())

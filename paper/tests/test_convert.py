@@ -63,12 +63,10 @@ def test_timms_models_have_the_heads_that_are_known():
         assert heads == vit.blocks[0].attn.num_heads, size
 
 
-def test_unknown_heads_are_asked_for_and_what_is_no_vit_is_named(tmp_path):
-    path = tmp_path / "weights.pth"
-    for state, told in ((shaken_timm(4).state_dict(), "--heads"), ({"conv1.weight": 0}, str(path))):
-        torch.save(state, path)
-        with pytest.raises(SystemExit, match=told):
-            run("--from-timm", path, tmp_path / "new.pt")
+def test_unknown_heads_are_asked_for(tmp_path):
+    torch.save(shaken_timm(4).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(SystemExit, match="--heads"):
+        run("--from-timm", tmp_path / "weights.pth", tmp_path / "new.pt")
 
 
 def test_a_late_cls_does_not_go_to_timm_and_encoder_only_keeps_what_evaluations_read(tmp_path):

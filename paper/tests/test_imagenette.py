@@ -56,18 +56,6 @@ def test_copies_are_centre_squares(tmp_path):
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
 
-def test_rows_are_means_over_heads():
-    training = ser.parse([*TOY.split(), "--data", "D"])
-    place = {"run": "SER", "seed": 0, "weights": "w", "set": "val"}
-    linear = place | {"classes": 6, "block": 3, "measure": "linear top-1 %"}
-    turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}
-    found = [linear | {"value": value} for value in (10, 30, 20)]
-    rows = imagenette.means([*found, turns, turns | {"block": 5}], training)
-    own = {"epochs": 1, "b2": 2}
-    assert rows == [linear | own | {"value": 20, "values": [10, 30, 20]},
-                    turns | own | {"values": [0.5]}]
-
-
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     """By plain attention, on copies, with heads of three seeds."""
     pytest.importorskip("matplotlib")
@@ -84,6 +72,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(subprocess, "run", run_here)
     monkeypatch.setattr(imagenette, "FLAGS", TOY)
+    monkeypatch.chdir(ROOT)     # where the scripts are
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"
@@ -93,6 +82,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
+    assert (linear["epochs"], linear["b2"]) == (1, 2)
     assert ser.load(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
     assert {path.name for path in out.glob("*.png")} == {"retrieval.png", "tradeoff.png"}
 

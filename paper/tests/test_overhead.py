@@ -1,4 +1,5 @@
 """What is counted, and that the steps that are timed are those of training."""
+import importlib
 from functools import partial
 from unittest.mock import create_autospec
 
@@ -17,10 +18,18 @@ def test_the_counts_are_the_papers():
     """42.9 M and 43.4 M; 18.48 G, 18.63 G, 1.008x. SER adds a projector and its LayerNorm."""
     assert overhead.count() == {
         "moco: parameters": 42_890_368, "ser: parameters": 42_890_368 + 458_752 + 768,
-        "augself: parameters": 44_209_288, "equimod: parameters": 43_271_296,
-        "stl: parameters": 62_175_872, "essl: parameters": 43_287_684,
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
         "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
+
+
+@pytest.mark.parametrize("name, parameters", [
+    ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
+def test_baselines_are_as_large_as_the_papers(name, parameters):
+    """Which has 43.7 M, 43.3 M, 62.2 M and 43.3 M."""
+    method = importlib.import_module(f"paper.methods.{name}")
+    with torch.device("meta"):
+        model = method.build(method.settings(["--data", "given"]))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == parameters
 
 
 @pytest.mark.parametrize("flags, images, dtype", [
@@ -50,7 +59,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
     ours = create_autospec(ser.crop_and_sample, side_effect=ser.crop_and_sample)
     monkeypatch.setattr(recipe, "__call__", theirs)
     monkeypatch.setattr(ser, "crop_and_sample", ours)
-    overhead.main(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
+    overhead.time_loader(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
 
 
@@ -81,6 +90,6 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
 
     monkeypatch.setattr(overhead, "training_step", training_step)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
-    overhead.main(overhead.settings("--rows step --rounds 3 --bf16".split()))
+    overhead.time_steps(overhead.settings("--rows step --rounds 3 --bf16".split()))
     assert sides == [(0, 0, 16, True), (0.125, 3, 16, True), (0.25, 3, 16, True)]
     assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 16\n"

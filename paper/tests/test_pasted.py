@@ -9,40 +9,45 @@ import torch
 
 timm = pytest.importorskip("timm")
 
+import eval_linear
 import ser
 from paper.experiments import pasted
 from paper.tests.toys import class_folders
 
 
-def train(root, out, monkeypatch, weight=0.1):
-    """Two epochs of two steps; name -> weight."""
-    small = dict(epochs=2, warmup_epochs=1, batch_size=6, base_lr=0.1)
-    monkeypatch.setattr(pasted, "SCHEDULE", small)
-    words = f"--data {root} --out {root}/{out} --workers 0 --weight {weight}"
-    return pasted.train(pasted.settings(words.split())).state_dict()
+def train(root, weight):
+    """Two epochs of two steps. Returns settings and model."""
+    words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
+    args = pasted.settings(words.split())
+    vars(args).update(epochs=2, warmup_epochs=1, batch_size=6, base_lr=0.1)
+    return args, pasted.train(args)
 
 
-def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkeypatch):
-    """Killed when epoch 1 is saved. A training with another weight ends elsewhere."""
+def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeypatch):
+    """With weight 0, all but its projector ends elsewhere. The row has means over three heads."""
     class_folders(tmp_path / "train")
-    whole = train(tmp_path, "whole", monkeypatch)
-    zero = train(tmp_path, "zero", monkeypatch, weight=0)
-    save = ser.save
-    saved = []
+    class_folders(tmp_path / "val", per_class=3, seed=6)
+    args, model = train(tmp_path, 0.1)
+    _, zero = train(tmp_path, 0)
+    assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
 
-    def save_and_stop(path, **state):
-        save(path, **state)
-        saved.append(state["step"])
-        if len(saved) == 1:
-            raise KeyboardInterrupt
+    evaluate = eval_linear.evaluate
+    found = []
 
-    monkeypatch.setattr(ser, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, "killed", monkeypatch)
-    killed = train(tmp_path, "killed", monkeypatch)
-    assert saved == [1, 2]
-    torch.testing.assert_close(killed, whole, rtol=0, atol=0)
-    assert not torch.equal(whole["vit.pos_embed"], zero["vit.pos_embed"])
+    def evaluate_quickly(settings):
+        settings.workers = 0
+        found.append(evaluate(settings))
+        return found[-1]
+
+    monkeypatch.setattr(eval_linear, "evaluate", evaluate_quickly)
+    pasted.evaluate(model, args)
+    row = json.loads(Path(args.out, "row.json").read_text())
+    heads = [one["value"] for rows in found for one in rows if one["measure"] == "linear top-1 %"]
+    assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(statistics.mean(heads))
+    assert (row["weight"], row["epochs"]) == (0.1, 2) and 0 < row["rot90 retrieval"] < 1
+    images = torch.rand(2, 3, 64, 64)
+    encoder = ser.load_encoder(Path(args.out, "encoder.pt"))
+    torch.testing.assert_close(encoder(images).cls, model.vit(images))
 
 
 def test_the_loss_is_the_one_that_readme_prints():
