@@ -1,10 +1,11 @@
-"""The loss in a training that is not ours: timm's ViT, SimCLR, and the function of README.md.
+"""The loss in a training that is not ours: timm's ViT, SimCLR, and `equivariance_loss` of ser.py.
 
     python -m paper.experiments.pasted --data imagenette2-160 --out runs/pasted --weight 0.1
 
 L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
 ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
-torchrun shares the work. OUT/row.json gets the results, accuracies as means over three heads.
+A stopped command goes on from its last epoch, and torchrun shares it. OUT/row.json gets the
+results, accuracies as means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -19,7 +20,7 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.experiments import convert
-from ser import patch_ntxent, projector, relative, rho, sample_geometry
+from ser import equivariance_loss, projector
 
 # Choice: SimCLR's jitter at half strength and no blur, as SimCLR has them for small images.
 JITTER = v2.Compose([
@@ -34,21 +35,6 @@ def four_views(image):
     """Two views for SimCLR, and two of the whole image for L_equiv, (3, 64, 64) uint8 each."""
     whole = RESIZE(image)
     return CROP(image), CROP(image), JITTER(whole), JITTER(whole)
-
-
-def equivariance_loss(f1, project, images1, images2, patch, shared):
-    """images1 and images2: (B, 3, h, w), the same images, resized, not cropped, each with a colour
-    jitter of its own. f1 takes images of any size to maps (B, D, h / patch, w / patch).
-    shared: a torch.Generator with the same seed on all GPUs, so that they share a grid."""
-    side = min(images1.shape[2:]) // patch
-    g1 = sample_geometry(len(images1), side, generator=shared)
-    g2 = sample_geometry(len(images1), side, generator=shared)
-    h1 = f1(rho(g1, images1, patch))
-    h2 = f1(rho(g2, images2, patch))
-    aligned = rho(relative(g2, g1), h1)     # map 1 moved onto map 2
-    z = project(aligned.flatten(2).mT)
-    z_prime = project(h2.flatten(2).mT)
-    return patch_ntxent(z, z_prime, temperature=0.3)
 
 
 class Model(nn.Module):
@@ -88,7 +74,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def train(args: Namespace) -> Model:
-    """Train a model, and keep its encoder after each epoch. When stopped, it begins anew."""
+    """Train, or go on with a training, and return the model."""
     device = ser.setup()
     ranks, rank = ser.ranks_and_rank()
     timm.layers.set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
@@ -102,8 +88,10 @@ def train(args: Namespace) -> Model:
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    encoder = eval_linear.results_path(args, "encoder.pt")
-    for epoch in range(args.epochs):
+    last = eval_linear.results_path(args, "last.pt")
+    start = ser.resume(last, vars(args), model, optimizer) if last.exists() else 0
+
+    for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch)
         shared = torch.Generator().manual_seed(1000 * args.seed + epoch)
         torch.manual_seed(1000 * shared.initial_seed() + rank)     # the workers' crops follow it
@@ -119,7 +107,8 @@ def train(args: Namespace) -> Model:
 
         if rank == 0:
             print(f"epoch {epoch + 1}: SimCLR {inv:.3f}, L_equiv {equiv:.3f}", flush=True)
-            ser.save(encoder, **convert.from_timm(model.vit.state_dict(), heads=4))
+            ser.save(last, step=epoch + 1, settings=vars(args), model=model.state_dict(),
+                     optimizer=optimizer.state_dict())
     return model.eval()
 
 
@@ -130,7 +119,10 @@ def evaluate(model: Model, args: Namespace) -> None:
     turns = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
     row = vars(args) | {"rot90 retrieval": turns}
 
-    words = ["--data", args.data, "--checkpoint", f"{args.out}/encoder.pt", "--cache", "--seed"]
+    encoder = eval_linear.results_path(args, "encoder.pt")
+    if ser.ranks_and_rank()[1] == 0:
+        ser.save(encoder, **convert.from_timm(model.vit.state_dict(), heads=4))
+    words = ["--data", args.data, "--checkpoint", str(encoder), "--cache", "--seed"]
     for seed in "012":     # of the heads, with which linear accuracy scatters
         for found in eval_linear.evaluate(eval_linear.parse([*words, seed])):
             measure = found["measure"]
