@@ -56,5 +56,4 @@ def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_wa
             trained.setdefault(args["out"], []).append((script, args))
         evaluated |= {flag for flag in flags if re.fullmatch(r"runs/\S+/last.pt", flag)}
     assert all(run == runs[0] for runs in trained.values() for run in runs)
-    assert len(trained) >= 20
     assert evaluated <= {f"{out}/last.pt" for out in (*trained, "runs/given")}

@@ -11,17 +11,17 @@ from torch.utils.data import TensorDataset
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.evaluations.finetune import Classifier, groups, settings, train
-from paper.tests.toys import call, class_folders, toy_checkpoint, values
-from test_ser import close, run_ranks, same, seeded, sentence
+from paper.evaluations.finetune import Classifier, settings, train
+from paper.tests.toys import (
+    call, check_stochastic_depth, class_folders, stopped_after_3, toy_checkpoint, values)
+from test_ser import close, pixels, run_ranks, same, sentence
 
-QUICK = ["--data", "D", "--checkpoint", "C", "--epochs", "2", "--batch-size", "8", "--workers", "0"]
+QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0".split()
 
 
 def model_of(folder, drop_path=0.0):
     torch.manual_seed(0)
-    encoder = ser.load_encoder(toy_checkpoint(folder, shaken=False))
-    return Classifier(encoder, 6, drop_path)
+    return Classifier(ser.load_encoder(toy_checkpoint(folder, shaken=False)), 6, drop_path)
 
 
 def test_the_recipe_is_plain_and_has_mae_s_rates():
@@ -31,40 +31,19 @@ def test_the_recipe_is_plain_and_has_mae_s_rates():
     assert recipe.items() <= found.items()
 
 
-def test_rates_and_decays_are_those_of_a_list_made_by_hand(tmp_path):
-    """.75 ** (number of layers above), and only matrices decay."""
-    model = model_of(tmp_path)
-    above = {"head": 0, "encoder.norm": 0, "encoder.blocks.2": 1, "encoder.blocks.1": 2,
-             "encoder.blocks.0": 3}
-    matrices = ("proj.weight", "qkv.weight", "fc1.weight", "fc2.weight", "head.weight")
-    found = {}
-    for group in groups(model, settings(QUICK)):
-        for p in group["params"]:
-            assert p not in found and p.requires_grad
-            found[p] = group["scale"], group["weight_decay"]
-    for name, p in model.named_parameters():
-        layers = [above[start] for start in above if name.startswith(start)]
-        rate = 0.75 ** sum(layers or [4])     # 4: what comes before the blocks
-        decay = 0.05 if name.endswith(matrices) else 0.0
-        assert found[p] == (rate, decay), name
-
-
 def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
     model = model_of(tmp_path, drop_path=0.5)
-    torch.manual_seed(0)
-    for block, share in zip(model.encoder.blocks, (0.0, 0.25, 0.5)):
-        for layer in (block.attn["proj"], block.mlp["fc2"]):
-            branch = layer(torch.randn(2000, 1, layer.in_features, generator=seeded(1)))
-            skipped = (branch == 0).all(2).float().mean()
-            assert skipped == pytest.approx(share, abs=0.03)
+    check_stochastic_depth(model.encoder, [0.0, 0.25, 0.5])
 
 
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
-    """In order, with AdamW at the rate of step and layer; two of 26 images are left out."""
-    args = settings([*QUICK, "--label-smoothing", "0.25"])
+    """In order, with AdamW at the rate of the step times .75 ** (number of layers above); only
+    matrices decay; two of 26 images are left out."""
+    flags = "--label-smoothing 0.25 --weight-decay 20 --base-lr 0.05"
+    args = settings([*QUICK, *flags.split()])
     args.warmup_epochs = 1
     model = model_of(tmp_path)
-    images = torch.randint(256, (26, 3, 16, 16), generator=seeded(2), dtype=torch.uint8)
+    images = pixels(26, 3, 16, 16)
     labels = torch.arange(26) % 6
     keys = []
     monkeypatch.setattr(eval_linear, "Seeded", lambda data, *key: keys.append(key) or data)
@@ -72,17 +51,23 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     assert keys == [(0, 0), (0, 1)]
 
     plain = model_of(tmp_path)
-    optimizer = torch.optim.AdamW(groups(plain, args))
-    for step in range(6):
+    above = {"head": 0, "encoder.norm": 0, "encoder.blocks.2": 1, "encoder.blocks.1": 2,
+             "encoder.blocks.0": 3, "encoder.p": 4, "encoder.cls": 4}
+    matrices = ("proj.weight", "qkv.weight", "fc1.weight", "fc2.weight", "head.weight")
+    groups = []
+    for name, p in plain.named_parameters():
+        layers, = [above[start] for start in above if name.startswith(start)]
+        decay = 20 if name.endswith(matrices) else 0
+        groups.append(dict(params=[p], scale=0.75 ** layers, weight_decay=decay))
+    optimizer = torch.optim.AdamW(groups)
+    for step, share in enumerate([0, 1 / 3, 2 / 3, 1, 0.75, 0.25]):     # warmup, then decay
         order = torch.randperm(26, generator=ser.rng(0, "finetune", step // 3))
-        rows = order[step % 3 * 8:step % 3 * 8 + 8]
-        log_p = plain(images[rows]).log_softmax(1)
-        right = log_p[torch.arange(8), labels[rows]]
-        optimizer.zero_grad()
-        (-0.75 * right.mean() - 0.25 * log_p.mean()).backward()
+        rows = order[:24].view(3, 8)[step % 3]
         for group in optimizer.param_groups:
-            share = [0, 1 / 3, 2 / 3, 1, 0.75, 0.25][step]     # one epoch of warmup, one of decay
-            group["lr"] = 5e-4 * 8 / 256 * share * group["scale"]
+            group["lr"] = 0.05 * 8 / 256 * share * group["scale"]
+        optimizer.zero_grad()
+        cls = plain.encoder(ser.normalise(images[rows] / 255)).cls
+        F.cross_entropy(plain.head(cls), labels[rows], label_smoothing=0.25).backward()
         optimizer.step()
     close(model.state_dict(), plain.state_dict(), 1e-6)
 
@@ -98,18 +83,16 @@ def done(tmp_path_factory):
     return root / "whole", line
 
 
-def state_of(folder):
-    return torch.load(folder / "finetune.pt", weights_only=True)
+def weights_of(folder):
+    return torch.load(folder / "finetune.pt", weights_only=True)["model"]
 
 
 def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
     whole, line = done
-    with monkeypatch.context() as stop:
-        stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
-        with pytest.raises(ZeroDivisionError):
-            call(finetune, *line, "--out", tmp_path)
+    with stopped_after_3(monkeypatch):
+        call(finetune, *line, "--out", tmp_path)
     call(finetune, *line, "--out", tmp_path)
-    assert same(state_of(tmp_path)["model"], state_of(whole)["model"])
+    assert same(weights_of(tmp_path), weights_of(whole))
 
 
 def test_the_score_is_that_of_the_head_on_val(done):
@@ -118,10 +101,11 @@ def test_the_score_is_that_of_the_head_on_val(done):
     data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
     features, labels = eval_linear.extract(encoder, data, 1, settings(QUICK))
-    head = state_of(whole)["model"]
+    head = weights_of(whole)
     logits = F.linear(features, head["head.weight"], head["head.bias"])
-    wanted = eval_linear.accuracy(logits, labels, torch.arange(6))
-    assert [*values(whole / "finetune.json").values()] == [*wanted]
+    top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
+    found = values(whole / "finetune.json")
+    assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
 
 
 def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path):
@@ -132,21 +116,20 @@ def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_pat
     line = [*line, "--out", tmp_path / "out", "--data", moved]
     call(finetune, *line)
 
-    assert "--epochs" not in sentence(call, finetune, *line, "--epochs", "3")
+    assert "finetune_epochs" in sentence(call, finetune, *line, "--epochs", "3")
     Path(moved, "train/n00/000.png").rename(Path(moved, "train/n00/other.png"))
     assert "checksum" in sentence(call, finetune, *line)
 
 
-def finetune_rank(rank, ranks, out, data, checkpoint):
-    call(finetune, *QUICK, "--data", data, "--checkpoint", checkpoint, "--out", out,
-         "--drop-path", "0")
+def finetune_rank(rank, ranks, out, *line):
+    call(finetune, *line, "--out", out, "--drop-path", "0")
 
 
 def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
-    root = done[0].parent
-    finetune_rank(0, 1, tmp_path / "one", root / "data", root / "last.pt")
-    run_ranks(finetune_rank, 2, tmp_path / "two", root / "data", root / "last.pt")
-    close(state_of(tmp_path / "two")["model"], state_of(tmp_path / "one")["model"])
+    _, line = done
+    finetune_rank(0, 1, tmp_path / "one", *line)
+    run_ranks(finetune_rank, 2, tmp_path / "two", *line)
+    close(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"))
     assert values(tmp_path / "two/finetune.json") == values(tmp_path / "one/finetune.json")
 
 

@@ -1,13 +1,16 @@
 """What the tests of paper/ share: toy checkpoints, heads, and folders of images."""
+import contextlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import eval_linear
 import ser
-from test_ser import TOY, seeded, shake, toy
+from test_ser import TOY, close, noise, pixels, seeded, shake, toy
 
 CLASSES = [f"n{label:02}" for label in range(6)]
 
@@ -30,17 +33,25 @@ def toy_checkpoint(folder, seed=0, shaken=True, **settings):
 def toy_head(checkpoint, name="head-toy.pt"):
     """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = Path(checkpoint).with_name(name)
-    weight = torch.randn(len(CLASSES), 2 * TOY["dim"], generator=seeded(3))
     settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
-    ser.save(path, weight=weight, bias=torch.zeros(len(CLASSES)), classes=CLASSES, blocks=2,
-             lr=0.1, weights=weights, settings=settings)
+    weight = noise(6, 2 * TOY["dim"], seed=3)
+    ser.save(path, weight=weight, bias=noise(6, seed=4), classes=CLASSES, blocks=2, lr=0.1,
+             weights=weights, settings=settings)
     return str(path)
 
 
 def call(module, *words):
     """Run an evaluation as by its command line."""
     module.main(module.settings, module.evaluate, [str(word) for word in words])
+
+
+@contextlib.contextmanager
+def stopped_after_3(monkeypatch):
+    """Within it, the training must end with an error when it would record its fourth step."""
+    with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
+        stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
+        yield
 
 
 def become_rank(monkeypatch, rank):
@@ -56,14 +67,29 @@ def values(path, **keys):
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
 
-def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES, ending="png"):
+def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
     root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
-    images = len(classes) * per_class
-    colours = torch.randint(256, (images, 3, 4, 4), generator=seeded(seed), dtype=torch.uint8)
-    pixels = torch.nn.functional.interpolate(colours, (size, size)).permute(0, 2, 3, 1)
-    for number, image in enumerate(pixels.numpy()):
+    colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
+    images = F.interpolate(colours, (size, size))
+    for number, image in enumerate(images.movedim(1, 3).numpy()):
         folder = Path(root, classes[number % len(classes)])
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{number:03}.{ending}")
+        Image.fromarray(image).save(folder / f"{number:03}.png")
     return str(root)
+
+
+def check_stochastic_depth(encoder, shares):
+    """In training, the attention and the MLP of each block leave out this share of the images,
+    whole ones, and grow where they stay, which keeps the mean."""
+    torch.manual_seed(0)
+    for block, share in zip(encoder.blocks, shares, strict=True):
+        for layer in (block.attn["proj"], block.mlp["fc2"]):
+            x = noise(2000, 2, layer.in_features)
+            branch = F.linear(x, layer.weight, layer.bias)
+            close(layer.eval()(x), branch)
+
+            found = layer.train()(x)
+            left_out = found.eq(0).all(2).all(1)
+            assert left_out.float().mean() == pytest.approx(share, abs=0.03)
+            close(found[~left_out], branch[~left_out] / (1 - share))
