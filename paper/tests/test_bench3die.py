@@ -59,7 +59,7 @@ def test_the_split_is_that_of_the_list(args):
 
 def test_the_command(args, tmp_path):
     """Colours tell the classes: the probe finds most."""
-    path = toy_checkpoint(tmp_path, shaken=False)
+    path = toy_checkpoint(tmp_path, dim=64)
     call(bench3die, "--data", args.data, "--split", args.split, "--checkpoint", path,
          "--epochs", "40", "--batch-size", "8", "--workers", "0")
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80

@@ -60,7 +60,7 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
 
 def test_a_small_detector_finds_squares(tmp_path):
     """Of two sizes and categories; not scored for other images."""
-    path = toy_checkpoint(tmp_path, shaken=False, image_size=32, patch_size=4, dim=48)
+    path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
     objects = []
     for i in range(140):
         category, side = ((3, 8), (90, 16))[i % 2]
@@ -158,8 +158,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
 
 
 def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
-    """Of a frozen encoder. Anchors have 8 to 128 pixels, for patches of 4; sides are padded to cells
-    of the coarsest map, of 4 patches."""
+    """Of a frozen encoder with patches of 4: anchors have 8 to 128 pixels, the coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, Namespace(size=32, seed=0))
     assert model.transform.size_divisible == 16

@@ -15,8 +15,7 @@ PLACES = torch.arange(16).view(4, 4)     # of tokens
 
 
 def test_the_marked_token_is_compared_with_those_of_a_turned_copy():
-    """Of an encoder whose tokens are the colours of the patches: similarities are those to the
-    upright photograph, turned."""
+    """Of an encoder whose tokens are colours: as the upright photograph's similarities, turned."""
     def colours(x, layers):
         return ser.Encoded(None, {layer: x for layer in layers}, None)
 

@@ -83,9 +83,7 @@ def test_the_student_alone_has_stochastic_depth():
 
 
 @pytest.mark.parametrize("epoch, rate, decay, frozen", [
-    (1.5, 1.2e-4, 0.04019982, True),
-    (2, 1.6e-4, 0.04035519, False),
-    (99.999, 1e-5, 0.4, False)])
+    (1.5, 1.2e-4, 0.04019982, True), (2, 1.6e-4, 0.04035519, False), (99.999, 1e-5, 0.4, False)])
 def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay, frozen):
     """Vectors do not decay; .2 bounds each gradient's norm; the last layer rests at first."""
     args = settings("dino", "--data some --batch-size 2048 --freeze-epochs 2 --clip 0.2")

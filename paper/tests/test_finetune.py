@@ -21,7 +21,7 @@ QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0".split()
 
 def model_of(folder, drop_path=0.0):
     torch.manual_seed(0)
-    return Classifier(ser.load_encoder(toy_checkpoint(folder, shaken=False)), 6, drop_path)
+    return Classifier(ser.load_encoder(toy_checkpoint(folder)), 6, drop_path)
 
 
 def test_the_recipe_is_plain_and_has_mae_s_rates():
@@ -37,16 +37,15 @@ def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
 
 
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
-    """In order, with AdamW at the rate of the step times .75 ** (number of layers above); only
-    matrices decay; two of 26 images are left out."""
-    flags = "--label-smoothing 0.25 --weight-decay 20 --base-lr 0.05"
-    args = settings([*QUICK, *flags.split()])
+    """At .75 ** (layers above) times the rate of the step; only matrices decay; two of 26 images
+    are left out."""
+    args = settings([*QUICK, *"--label-smoothing 0.25 --weight-decay 20 --base-lr 0.05".split()])
     args.warmup_epochs = 1
-    model = model_of(tmp_path)
     images = pixels(26, 3, 16, 16)
     labels = torch.arange(26) % 6
     keys = []
     monkeypatch.setattr(eval_linear, "Seeded", lambda data, *key: keys.append(key) or data)
+    model = model_of(tmp_path)
     train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
     assert keys == [(0, 0), (0, 1)]
 

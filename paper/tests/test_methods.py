@@ -15,10 +15,9 @@ from test_ser import close, log_of, pixels, run_ranks, shake, trained
 SCRIPTS = dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop, simclr=simclr,
                augself=augself, equimod=equimod, stl=stl, essl=essl)
 ADDONS = ["augself", "equimod", "stl", "essl"]
-BASES = ["dino", "barlow_twins", "multicrop", "simclr"]
 
 FLAGS = dict.fromkeys(SCRIPTS, "--image-size 16 --dim 16 --moco-hidden 32 --batch-size 12 ")
-for base in BASES:
+for base in SCRIPTS.keys() - ADDONS:
     FLAGS[base] += "--depth 3 --cls-layer 1 --equiv-layers 1 --ratio 0.33 "
 FLAGS["dino"] += "--hidden 24 --outputs 20 --drop-path 0 --freeze-epochs 0.5 "
 FLAGS["barlow_twins"] += "--hidden 24 "
@@ -176,11 +175,10 @@ def rank_main(rank, ranks, out):
         loss.backward()
         optimizer.step()
 
-        tensors = dict(model.named_buffers())
-        tensors["loss"] = ser.gather(loss.detach()[None]).mean()
+        found[name] = dict(model.named_buffers())
+        found[name]["loss"] = ser.gather(loss.detach()[None]).mean()
         for key, p in trained(model).items():
-            tensors[key] = p.grad
-        found[name] = tensors
+            found[name][key] = p.grad
     return found
 
 

@@ -29,7 +29,6 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     assert found["mean"][:3] == ["39.50", "90.00", "39.49"]
 
 
-# ==== Images =============================================================================
 def test_images_are_scored_as_those_of_val(tmp_path):
     """By eval_linear's own head: unaltered images of C, and those that Pillow turned."""
     path = toy_checkpoint(tmp_path)
@@ -61,7 +60,6 @@ def test_images_are_scored_as_those_of_val(tmp_path):
     assert found("turned/270") == found("C/frost/1") != probe
 
 
-# ==== Heads ==============================================================================
 def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
     path = toy_checkpoint(tmp_path)
     stranger = toy_head(toy_checkpoint(tmp_path / "other", seed=1))
@@ -98,7 +96,6 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
     assert made.items() <= top1["head"].items() and top1["head"]["fingerprint"]
 
 
-# ==== A C made here ======================================================================
 def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypatch):
     """Of the first two images of each class; stopped, it leaves nothing under its name."""
     pytest.importorskip("imagecorruptions")
@@ -128,7 +125,6 @@ def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypa
     assert not (tmp_path / "d").exists()
 
 
-# ==== ImageNet-P =========================================================================
 def write_video(path, frames):
     """An mp4 without loss but that of the colour space."""
     av = pytest.importorskip("av")

@@ -35,8 +35,7 @@ def labelled(n, seed, strength):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
-    """Images differ more than their versions, so that only the difference of a pair tells them;
-    units do not matter. In test images, swapped versions make wrong answers."""
+    """Images differ more than their versions: only the difference of a pair tells, in any unit."""
     versions = TASKS[task]
     train = 1000 * labelled(300, 1, 1.0) + 5000
     test = 1000 * labelled(100, 2, 1.0) + 5000

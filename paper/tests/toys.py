@@ -15,18 +15,16 @@ from test_ser import TOY, close, noise, pixels, seeded, shake, toy
 CLASSES = [f"n{label:02}" for label in range(6)]
 
 
-def toy_checkpoint(folder, seed=0, shaken=True, **settings):
-    """The path of folder/last.pt, as ser.train writes it. shaken: with random weights, else with
-    those that a run begins with. settings replace those of TOY; the model is ser.build's for all
-    methods. Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
+def toy_checkpoint(folder, seed=0, **settings):
+    """The path of folder/last.pt, as ser.train writes it, with random weights. settings replace
+    those of TOY. Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
     args = toy(seed=seed, **settings)
-    model = ser.build(args)
-    if shaken:
-        shake(model, seed)
+    model = shake(ser.build(args), seed)
+    encoder = model.base.encoder.state_dict()
     path = Path(folder, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    ser.save(path, step=7, settings=vars(args), encoder=model.base.encoder.state_dict(),
-             model=model.state_dict(), optimizer={})
+    ser.save(path, step=7, settings=vars(args), encoder=encoder, model=model.state_dict(),
+             optimizer={})
     return str(path)
 
 
@@ -36,8 +34,9 @@ def toy_head(checkpoint, name="head-toy.pt"):
     settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     weight = noise(6, 2 * TOY["dim"], seed=3)
-    ser.save(path, weight=weight, bias=noise(6, seed=4), classes=CLASSES, blocks=2, lr=0.1,
-             weights=weights, settings=settings)
+    bias = noise(6, seed=4)
+    ser.save(path, weight=weight, bias=bias, classes=CLASSES, blocks=2, lr=0.1, weights=weights,
+             settings=settings)
     return str(path)
 
 
@@ -83,7 +82,7 @@ def check_stochastic_depth(encoder, shares):
     """In training, the attention and the MLP of each block leave out this share of the images,
     whole ones, and grow where they stay, which keeps the mean."""
     torch.manual_seed(0)
-    for block, share in zip(encoder.blocks, shares, strict=True):
+    for block, share in zip(encoder.blocks, shares):
         for layer in (block.attn["proj"], block.mlp["fc2"]):
             x = noise(2000, 2, layer.in_features)
             branch = F.linear(x, layer.weight, layer.bias)
