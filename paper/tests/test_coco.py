@@ -158,7 +158,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
 
 
 def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
-    """Of a frozen encoder with patches of 4: anchors have 8 to 128 pixels, the coarsest cells 16."""
+    """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, Namespace(size=32, seed=0))
     assert model.transform.size_divisible == 16

@@ -55,4 +55,5 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             shown = panel.images[0]
             close(torch.tensor(shown.get_array()), image)
             assert shown.get_clim() == (0, 1)
+            assert shown.get_extent() == [0, 4, 4, 0]
             assert panel.lines[0].get_xydata().min(0).tolist() == corner

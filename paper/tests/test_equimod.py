@@ -43,16 +43,16 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
 def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
     """256 pixels of the shorter side, of which 224 are cut out."""
     args = settings("equimod", "--image-size 28")
-    image = pixels(3, 32, 50)
+    image = pixels(3, 50, 32)
     key = 1, 0, False
     *two, (plain, record) = equimod.dataset(image[None], args)[key]
-    assert same(plain, image[:, 2:30, 11:39])
+    assert same(plain, image[:, 11:39, 2:30])
     assert record == Augmentation()
     assert same(two, ser.two_views(image[None], args)[key])
 
 
-def test_the_loss_equals_a_slow_loop():
-    """y finds its yhat among all 2B, and back; the mean of both. No gradient is stopped."""
+def test_each_view_finds_its_prediction_among_all_and_back():
+    """The mean of both. No gradient is stopped."""
     args, model = toy("equimod", "--temperature 0.3")
     views = toy_views("equimod", args)
     heads = model.heads

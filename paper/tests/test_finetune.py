@@ -57,6 +57,7 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     for name, p in plain.named_parameters():
         layers, = [above[start] for start in above if name.startswith(start)]
         decay = 20 if name.endswith(matrices) else 0
+        assert p.requires_grad, name
         groups.append(dict(params=[p], scale=0.75 ** layers, weight_decay=decay))
     optimizer = torch.optim.AdamW(groups)
     for step, share in enumerate([0, 1 / 3, 2 / 3, 1, 0.75, 0.25]):     # warmup, then decay
@@ -125,10 +126,12 @@ def finetune_rank(rank, ranks, out, *line):
 
 
 def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
-    _, line = done
+    """Without stochastic depth, which makes another training."""
+    whole, line = done
     finetune_rank(0, 1, tmp_path / "one", *line)
     run_ranks(finetune_rank, 2, tmp_path / "two", *line)
     close(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"))
+    assert not same(weights_of(tmp_path / "one"), weights_of(whole))
     assert values(tmp_path / "two/finetune.json") == values(tmp_path / "one/finetune.json")
 
 

@@ -158,7 +158,7 @@ def test_the_defaults_are_those_of_the_paper_the_release_and_the_method(name, da
 
 
 def rank_main(rank, ranks, out):
-    """method -> mean loss, gradients after the clip, and buffers, of a step on the rank's images."""
+    """method -> mean loss, gradients after the clip, and buffers, of a step on a rank's images."""
     if ranks > 1:
         ser.setup()
     found = {}

@@ -8,7 +8,7 @@ from test_ser import noise, pixels, same, sentence
 
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
-    """Of squeezed images. Flip, blur and solarization are an image's own: those of T for its key."""
+    """Of squeezed images. Flip, blur and solarization are an image's own, as T samples them."""
     args = settings("stl", "--solarize 0.5 0.5 --blur 1 1")
     source = [pixels(3, 30, 20), pixels(3, 18, 40)] * 3
     keys = [(3, index, False) for index in (4, 1, 5, 2)]     # of epoch 3
@@ -25,8 +25,8 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
             assert same(view, (image, wanted)), place
 
 
-def test_the_losses_equal_slow_loops():
-    """W(t) of what is read from the partner; keys detached."""
+def test_a_transformation_is_read_from_the_partner_and_applied():
+    """L_eq + .1 L_tr, as the header writes them; keys are detached."""
     _, model = toy("stl", "--temperature 0.4")
     heads = model.heads
     f1, f2 = list(noise(2, 4, 16).requires_grad_())
