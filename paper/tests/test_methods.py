@@ -158,7 +158,7 @@ def test_the_defaults_are_those_of_the_paper_the_release_and_the_method(name, da
 
 
 def rank_main(rank, ranks, out):
-    """method -> mean loss, gradients after the clip, and buffers, of a step on a rank's images."""
+    """method -> gradients after the clip, and buffers, of a step on this rank's images."""
     if ranks > 1:
         ser.setup()
     found = {}
@@ -171,12 +171,10 @@ def rank_main(rank, ranks, out):
 
         model.eval()     # on gloo each rank has a BatchNorm mean of its own
         parallel = DistributedDataParallel(model) if ranks > 1 else model
-        loss = parallel(toy_views(name, args))["loss"]
-        loss.backward()
+        parallel(toy_views(name, args))["loss"].backward()
         optimizer.step()
 
         found[name] = dict(model.named_buffers())
-        found[name]["loss"] = ser.gather(loss.detach()[None]).mean()
         for key, p in trained(model).items():
             found[name][key] = p.grad
     return found
@@ -188,5 +186,4 @@ def test_two_ranks_equal_one_process(tmp_path):
         for name, tensors in one.items():
             for key, wanted in tensors.items():
                 gap = (found[name][key] - wanted).float().norm()
-                tolerance = 1e-5 if key == "loss" else 1e-3
-                assert gap < tolerance * wanted.float().norm() + 1e-5, f"{name}: {key}"
+                assert gap < 1e-4 * wanted.float().norm() + 1e-6, f"{name}: {key}"

@@ -39,6 +39,9 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     versions = TASKS[task]
     train = 1000 * labelled(300, 1, 1.0) + 5000
     test = 1000 * labelled(100, 2, 1.0) + 5000
+    if task == "flip":     # turns are of other images
+        train[:, 1:4] = train[:, 1:4].flip(0)
+        test[:, 1:4] = test[:, 1:4].flip(0)
     assert probe(train, test, versions, 0) > 97
 
     test[:, versions] = test[:, versions[::-1]]

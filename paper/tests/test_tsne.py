@@ -23,7 +23,7 @@ def test_purity_and_silhouette_of_literal_clusters():
     apart = on_a_circle(0, 0, 90, 90)
     assert separation(apart, labels, k=1) == pytest.approx((1, 1))
 
-    lengths = torch.tensor([1, 9, 1, 9])
+    lengths = torch.tensor([2, 30, 3, 20])
     mixed = lengths[:, None] * on_a_circle(0, 80, 1, 81)
     assert separation(mixed, labels, k=1) == pytest.approx((-0.49, 0), abs=0.01)
     _, purity = separation(mixed, labels, k=2)
