@@ -24,8 +24,7 @@ def test_the_loss_is_moco_v3s_plus_weight_times_the_methods_own(name, layer):
         features.append(f)
     inv = ser.SER(model.base, [])(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)
-    loss = inv + 0.7 * equiv
-    close(losses, {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()})
+    close(losses, {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
 
 
 def test_views_1_and_2_are_moco_v3s_but_for_blur_and_solarization():

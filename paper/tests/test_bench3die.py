@@ -16,8 +16,7 @@ VALIDATED = ["02691156/b", "02747177/d", "02954340/a", "02954340/c"]
 
 @pytest.fixture(scope="module")
 def args(tmp_path_factory):
-    """Four objects of each synset, in 50 views: red tells the object, green the view, blue the
-    border. The list has slashes on both sides, as the authors'."""
+    """50 views of each object: red tells the object, green the view, blue the border."""
     root = tmp_path_factory.mktemp("3DIEBench")
     split = tmp_path_factory.mktemp("split") / "val_images.npy"
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))

@@ -18,8 +18,7 @@ COLOURS = {3: (255, 220, 0), 90: (0, 80, 255)}     # of categories, with a gap a
 
 
 def write_split(root, name, objects):
-    """A split of images of 32 x 32 pixels, whose ids go down, with an object each: its category,
-    its box (left, top, width, height), and whether it is a crowd."""
+    """Images of 32 x 32 pixels, whose ids go down. objects: category, box, if it is a crowd."""
     index = {"images": [], "annotations": [], "categories": [{"id": 3}, {"id": 90}]}
     Path(root, name).mkdir()
     for place, (category, box, crowd) in enumerate(objects):
@@ -127,8 +126,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
 
 
 def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
-    """And nothing at all 0. 7 of 26 pixels aside IoU is 19 / 33 = .576, right at .50 and .55 of ten
-    thresholds. Two ranks share the images."""
+    """And nothing at all 0. 7 of 26 pixels aside, IoU is .576: right at two of ten thresholds."""
     objects = [(3, [0, 2, 26, 24], 0), (90, [4, 2, 26, 24], 0)]
     write_split(tmp_path, "val2017", objects)
     args = coco.settings(f"--data {tmp_path} --checkpoint C --workers 0".split())

@@ -50,8 +50,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
 
         # A frame around the token in row 1, column 2, and where a turn brings it.
         corners = [[2, 1], [1, 1], [1, 1], [1, 1]]
-        row = panels[4 * number:4 * number + 4]
-        for panel, image, corner in zip(row, wanted, corners, strict=True):
+        for panel, image, corner in zip(panels[4 * number:], wanted, corners):
             shown = panel.images[0]
             close(torch.tensor(shown.get_array()), image)
             assert shown.get_clim() == (0, 1)

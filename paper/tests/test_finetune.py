@@ -27,18 +27,15 @@ def model_of(folder, drop_path=0.0):
 def test_the_recipe_is_plain_and_has_mae_s_rates():
     recipe = dict(epochs=50, warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05,
                   layer_decay=0.75, drop_path=0.1, label_smoothing=0.1)
-    found = vars(settings(["--data", "D", "--checkpoint", "C"]))
-    assert recipe.items() <= found.items()
+    assert recipe.items() <= vars(settings(["--data", "D", "--checkpoint", "C"])).items()
 
 
 def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
-    model = model_of(tmp_path, drop_path=0.5)
-    check_stochastic_depth(model.encoder, [0.0, 0.25, 0.5])
+    check_stochastic_depth(model_of(tmp_path, 0.5).encoder, [0.0, 0.25, 0.5])
 
 
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
-    """At .75 ** (layers above) times the rate of the step; only matrices decay; two of 26 images
-    are left out."""
+    """At .75 ** (layers above) times its rate; only matrices decay; 2 of 26 images are not used."""
     args = settings([*QUICK, *"--label-smoothing 0.25 --weight-decay 20 --base-lr 0.05".split()])
     args.warmup_epochs = 1
     images = pixels(26, 3, 16, 16)
@@ -104,8 +101,8 @@ def test_the_score_is_that_of_the_head_on_val(done):
     head = weights_of(whole)
     logits = F.linear(features, head["head.weight"], head["head.bias"])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
-    found = values(whole / "finetune.json")
-    assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
+    wanted = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
+    assert values(whole / "finetune.json") == wanted
 
 
 def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path):
@@ -126,7 +123,6 @@ def finetune_rank(rank, ranks, out, *line):
 
 
 def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
-    """Without stochastic depth, which makes another training."""
     whole, line = done
     finetune_rank(0, 1, tmp_path / "one", *line)
     run_ranks(finetune_rank, 2, tmp_path / "two", *line)

@@ -49,15 +49,13 @@ def toy_views(name, args):
     """The views of the first batch of a run on noise."""
     _, dataset, *_ = recipe(name)
     data = dataset(pixels(99, 3, 24, 18), args)
-    keys = ser.batch_items(99, args, 0, 1)
-    loaded, = DataLoader(data, batch_sampler=keys)
+    loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))
     return ser.make_views(loaded, args, step=0)
 
 
 def layers(network):
     """The kinds of its layers, each with how many parameters it has."""
-    kinds = [f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network]
-    return " ".join(kinds)
+    return " ".join(f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network)
 
 
 def slow_info_nce(a, b, temperature):
@@ -77,8 +75,7 @@ def check_gradients(fast, slow, features):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
     """Two steps on 31 images, without b2; the checkpoint has the encoder."""
-    images = pixels(31, 3, 16, 16), torch.zeros(31)
-    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: images)
+    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
     train = ser.train
     given = []
     monkeypatch.setattr(ser, "train", lambda *all_given: given.extend(all_given))
@@ -97,8 +94,7 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_settings_reach_the_model_and_the_images(name):
     args, model = toy(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
-    _, dataset, *_ = recipe(name)
-    assert dataset([], args).seed == 5
+    assert recipe(name)[1]([], args).seed == 5
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 

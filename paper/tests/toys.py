@@ -79,8 +79,7 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
 
 
 def check_stochastic_depth(encoder, shares):
-    """In training, the attention and the MLP of each block leave out this share of the images,
-    whole ones, and grow where they stay, which keeps the mean."""
+    """In training, both branches of a block leave out a share of the images, and keep the mean."""
     torch.manual_seed(0)
     for block, share in zip(encoder.blocks, shares):
         for layer in (block.attn["proj"], block.mlp["fc2"]):
