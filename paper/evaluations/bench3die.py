@@ -80,13 +80,12 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     path = eval_linear.results_path(args, "bench3die.json")
     sets = load_sets(args, checkpoint.settings["image_size"])
 
-    encoder = checkpoint.encoder.to(device)
-    rows, _ = eval_linear.probe(encoder, sets, args, path.with_suffix(".jsonl"))
+    checkpoint.encoder.to(device)
+    rows, _ = eval_linear.probe(checkpoint.encoder, sets, args, path.with_suffix(".jsonl"))
     if ser.ranks_and_rank()[1] > 0:
         return
 
-    eval_linear.write(path, rows, args, checkpoint)
-    eval_linear.print_table(rows)
+    eval_linear.print_table(eval_linear.write(path, rows, args, checkpoint))
     for name, (top1, top5) in PAPER.items():
         print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")
     print(f"results are in {path}")
