@@ -131,7 +131,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def main(args: Namespace) -> None:
     """Train and measure, then show the results."""
-    if args.side:
+    if args.side and args.data:
         copies = Path(args.out, f"images-{args.side}")
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)

@@ -106,8 +106,8 @@ def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> li
         wanted = row["encoder"] == "trained" or run == "SER"
         if wanted and (row["classes"] or row["block"] in blocks):
             name = run if row["encoder"] == "trained" else "untrained"
-            place = {key: row[key] for key in ("weights", "set", "classes", "block", "measure")}
-            place |= {"run": name, "seed": seed}
+            place = {"run": name, "seed": seed}
+            place |= {key: row[key] for key in ("weights", "set", "classes", "block", "measure")}
             kept = rows.setdefault(tuple(place.values()), place | {"values": []})
             kept["values"].append(row["value"])
     return [row | {"value": mean(row["values"])} for row in rows.values()]

@@ -2,6 +2,7 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run_here)
     monkeypatch.setattr(imagenette, "FLAGS", TOY)
     monkeypatch.chdir(ROOT)     # where the scripts are
+    monkeypatch.setattr(sys, "argv", ["imagenette"])     # which --plain replaces
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"
