@@ -48,9 +48,12 @@ class Model(nn.Module):
 
     def f1(self, images):
         """Images (B, 3, h, w) -> the map (B, D, H, W) after two blocks, without [CLS]."""
-        x = self.vit.patch_embed(images)           # (B, H, W, D)
-        tokens = self.vit._pos_embed(x)[:, 1:]     # with position embeddings, without [CLS]
-        return self.vit.blocks[:2](tokens).mT.unflatten(2, x.shape[1:3])
+        x = self.vit.patch_embed(images)     # (B, H, W, D)
+        grid = list(x.shape[1:3])
+        places = timm.layers.resample_abs_pos_embed(
+            self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
+        tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
+        return tokens.mT.unflatten(2, grid)
 
     def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
