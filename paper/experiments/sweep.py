@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
+import eval_linear
 import ser
 
 
@@ -91,11 +92,13 @@ def call(words: list[str], args: Namespace) -> None:
         subprocess.run([*shlex.split(args.launcher), *words], check=True)
 
 
-def newest_rows(out: str) -> list[dict]:
-    """The rows of the evaluation that wrote to OUT/eval.json last, for the weights there are."""
+def own_rows(words: list[str], out: str) -> list[dict]:
+    """The rows of OUT/eval.json that an evaluation with these words wrote last, and so for the
+    weights that are there."""
+    settings = json.loads(json.dumps(vars(eval_linear.parse(words))))     # as they are in the file
     rows = json.loads(Path(out, "eval.json").read_text())["rows"]
-    last = {name: rows[-1][name] for name in ("weights", "settings")}
-    return [row for row in rows if last.items() <= row.items()]
+    own = [row for row in rows if row["settings"] == settings]
+    return [row for row in own if row["weights"] == own[-1]["weights"]]
 
 
 def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> list[dict]:
@@ -127,7 +130,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
             call(["eval_linear.py", *words], args)
             if not args.print:
-                found += newest_rows(out)
+                found += own_rows(words, out)
 
         own = [row | args.arm for row in means(found, run.name, seed, blocks)]
         if own:
