@@ -1551,6 +1551,22 @@ def paste(start, **names):
     return names
 
 
+def test_the_loss_for_other_trainings_is_that_of_two_moved_copies():
+    f1 = nn.Conv2d(3, 8, 4, 4)
+    project = ser.projector(8, 16)
+    images1, images2 = torch.rand(2, 3, 3, 16, 24, generator=seeded())
+    shared = seeded(4)
+    g1 = ser.sample_geometry(3, 4, generator=shared)
+    g2 = ser.sample_geometry(3, 4, generator=shared)
+
+    h1 = f1(slow_rho(g1, images1, 4))
+    h2 = f1(slow_rho(g2, images2, 4))
+    aligned = slow_rho(ser.relative(g2, g1), h1)
+    z = project(aligned.flatten(2).mT)
+    wanted = ser.patch_ntxent(z, project(h2.flatten(2).mT), 0.7)
+    close(ser.equivariance_loss(f1, project, images1, images2, 4, seeded(4), 0.7), wanted)
+
+
 def test_the_copied_loss_trains_a_vit_of_timm():
     pytest.importorskip("timm")
     names = paste("import timm", **paste("import torch"))
