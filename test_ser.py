@@ -1467,7 +1467,7 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
 
 
 @parametrize("flags, accuracies, blocks", [
-    ("--knn", "20-NN", 0), ("--equivariance", "", 6), ("--mlp", "mlp 20-NN", 0),
+    ("--knn", "20-NN", 0), ("--equivariance", "", 6), ("--mlp --knn", "mlp 20-NN", 0),
     ("--knn --cache", "linear 20-NN", 0), ("--knn --equivariance", "20-NN", 6),
     ("--equivariance --cache", "linear 20-NN", 6)])
 def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):

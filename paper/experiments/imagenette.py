@@ -79,15 +79,16 @@ def draw(rows: list[dict], path: Path) -> None:
     shown = [("rot90 retrieval", 2, 100), ("linear top-1 %", 6, 1)]
     titles = ["retrieval of turns, %", "linear probe, top-1 %"]
 
-    for axes, title, (measure, block, unit) in zip(panels, titles, shown):
-        axes.set(title=title)
+    for axes, name, (measure, block, unit) in zip(panels, titles, shown):
+        axes.set(title=name)
         for run, label in SHOWN.items():
             found = sweep.select(rows, run, measure, block)
             if found:
                 values = [unit * row["value"] for row in found.values()]
-                axes.bar(label, mean(values), color="lightgray")
+                title = f"{label}\n{mean(values):.1f}"
+                axes.bar(title, mean(values), color="C0" if "SER" in run else "lightgray")
                 dots = [] if None in found else values
-                axes.scatter([label] * len(dots), dots, color="C0", zorder=2)
+                axes.scatter([title] * len(dots), dots, color="black", s=12, zorder=2)
     figure.savefig(path)
 
 

@@ -142,7 +142,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     """Mean and std; where b2 has four images, also those of the difference to the control."""
     pytest.importorskip("matplotlib")
-    printed, over_moco = tables(tmp_path, capsys, *flags.split())
+    printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
             run = column
@@ -156,8 +156,15 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             if "(" not in cell:
                 wanted = wanted.split("(")[0]
             assert shown == pytest.approx(numbers(wanted)), (title, column)
-    if not flags:
-        assert numbers(over_moco["linear top-1 %, block 6"]["SER"])[2:] == [-0.6, 1.5]
+
+
+def test_readmes_gains_are_the_differences_that_are_printed(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    line = "linear top-1 %, block 6"
+    over_control, over_moco = [table[line] for table in tables(tmp_path, capsys)]
+    wanted = [over_moco["SER"], over_control["SER"], over_control["SER-0.1"], over_moco["control"]]
+    gains = readme_table("README.md", "| gain in linear accuracy |").values()
+    assert [numbers(here) for _, here in gains] == [numbers(cell)[2:] for cell in wanted]
 
 
 def test_the_picture_has_a_bar_for_each_mean_and_a_dot_for_each_seed(tmp_path, monkeypatch):
