@@ -47,7 +47,7 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 SHOWN = {     # in the pictures
     "untrained": "untrained", "MoCo-v3": "MoCo-v3", "control": "control",
-    "SER-0.1": "SER, λ = .1", "SER": "SER, λ = .5"}
+    "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 
 
 def make_copies(data: str, folder: Path, side: int) -> None:
