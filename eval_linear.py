@@ -40,7 +40,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
-from ser import ViT, rho
+from ser import Geometry, ViT, rho
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ====================
@@ -350,61 +350,77 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
-# Choice: A.2 has the cosine; retrieval, and the untrained encoder beside, are ours.
-#
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). Two numbers say how nearly that is so. Both are for any f1 that takes images
-# (B, 3, h, w) to maps (B, D, h / patch, w / patch), and for one `element` of the group at a
-# time, "rot90", "hflip" or "scale". images: (n, 3, S, S), as f1 takes them.
+# f1(rho_g(x)). Two measures say how nearly these maps agree. Choice: A.2 has the cosine;
+# retrieval, and the untrained encoder beside the trained one, are ours.
+def cosine(moved_map: Tensor, map_of_moved: Tensor) -> float:
+    """A.2's score, the mean cosine of the tokens of two maps (B, D, H, W)."""
+    return F.cosine_similarity(moved_map, map_of_moved).mean().item()
+
+
+def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
+    """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
+    the other map, is the one of the same image and place."""
+    z = moved_map.movedim(1, -1).flatten(0, 2)                                # (B N, D)
+    z_prime = map_of_moved.movedim(1, -1).flatten(0, 2)
+    similarities = F.normalize(z) @ F.normalize(z_prime).T                    # (B N, B N)
+    right = similarities.argmax(1).cpu() == torch.arange(len(z))
+    return right.float().mean().item()
+
+
+def as_in_training(element: str, part: int, images: int, grid: int) -> Geometry:
+    """g = g2 g1^-1 of a pair of sampled views. For some images it is the identity."""
+    g1 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 1))
+    g2 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
+    return ser.relative(g2, g1)
+
+
+def moves_each(element: str, part: int, images: int, grid: int) -> Geometry:
+    """A turn or a flip of each image. Under the identity every token would find itself. Only
+    a scaling may round to the size that the map has."""
+    g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
+    if element == "rot90":
+        g = g._replace(turns=1 + torch.arange(images) % 3)
+    if element == "hflip":
+        g = g._replace(flip=torch.ones_like(g.flip))
+    return g
+
+
 @torch.no_grad()
-def cosine_score(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score: the mean over tokens of cos(rho_g(f1(x)), f1(rho_g(x))), where g is
-    sampled as in training, so that for some images it is the identity."""
-    grid = images.shape[-1] // patch
-    total = 0.0
+def equivariance(measure: Callable, sample: Callable, f1: Callable, images: Tensor, patch: int,
+                 element: str, maps: int = 1) -> list[float]:
+    """The mean of measure(rho_g(f1(x)), f1(rho_g(x))) over parts x of 32 images, where g =
+    sample(element, ...). f1 may stack several maps along their channels, so that one pass
+    makes all of them. Returns a value for each map."""
+    totals = [0.0] * maps
     for part, x in enumerate(images.split(32)):
-        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
-        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
-        g = ser.relative(g2, g1)
-
-        moved_map = rho(g, f1(x))
-        map_of_moved = f1(rho(g, x, patch))
-        total += len(x) * F.cosine_similarity(moved_map, map_of_moved).mean().item()
-    return total / len(images)
+        g = sample(element, part, len(x), images.shape[-1] // patch)
+        moved_maps = rho(g, f1(x)).chunk(maps, dim=1)
+        maps_of_moved = f1(rho(g, x, patch)).chunk(maps, dim=1)
+        for i, pair in enumerate(zip(moved_maps, maps_of_moved)):
+            totals[i] += len(x) * measure(*pair)
+    return [total / len(images) for total in totals]
 
 
-@torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """How often a token finds itself in the moved image. In each part of 32 images x, each
-    token of rho_g(f1(x)) looks for the most similar one in all of f1(rho_g(x)). Returns the
-    share that finds the one of the same image and place, about 1 / (32 H W) by chance. Under
-    the identity every token would find itself, so each image is turned or flipped. Only a
-    scaling may round to the size that the map has."""
-    grid = images.shape[-1] // patch
-    found = 0.0
-    for part, x in enumerate(images.split(32)):
-        g = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
-        if element == "rot90":
-            g = g._replace(turns=1 + torch.arange(len(x)) % 3)
-        if element == "hflip":
-            g = g._replace(flip=torch.ones_like(g.flip))
-
-        z = rho(g, f1(x)).movedim(1, -1).flatten(0, 2)                          # (B N, D)
-        z_prime = f1(rho(g, x, patch)).movedim(1, -1).flatten(0, 2)
-        similarities = F.normalize(z) @ F.normalize(z_prime).T                 # (B N, B N)
-        right = similarities.argmax(1).cpu() == torch.arange(len(z))
-        found += len(x) * right.float().mean().item()
-    return found / len(images)
+    """How often a token finds itself in the moved image, among the tokens of 32 images, as a
+    share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
+    (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them. element: what moves
+    them, "rot90", "hflip" or "scale"."""
+    share, = equivariance(share_found, moves_each, f1, images, patch, element)
+    return share
 
 
-def maps_after(encoder: ViT, block: int) -> Callable:
-    """The function that takes images to the token maps after a block. Choice: those of the
-    last block, A.2's "final representation", are under the final LayerNorm."""
+def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
+    """The function that takes images to the token maps after blocks, stacked along channels.
+    Choice: those of the last block, A.2's "final representation", are under the final
+    LayerNorm."""
     def f1(x: Tensor) -> Tensor:
-        tokens = encoder(x, [block]).maps[block].movedim(1, -1)
-        if block == encoder.depth:
-            tokens = encoder.norm(tokens)
-        return tokens.movedim(-1, 1)
+        maps = encoder(x, blocks).maps
+        if encoder.depth in maps:
+            tokens = maps[encoder.depth].movedim(1, -1)
+            maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
+        return torch.cat([maps[block] for block in blocks], dim=1)
     return f1
 
 
@@ -531,13 +547,15 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
     pixels = torch.stack([val[place][0] for place in places.tolist()])
     images = ser.normalise(pixels.to(encoder.cls_token.device) / 255)
 
+    f1 = maps_after(encoder, blocks)
+
     rows = []
     for element in ser.ELEMENTS:
-        for block in blocks:
-            f1 = maps_after(encoder, block)
-            values = {
-                f"{element} cosine": cosine_score(f1, images, encoder.patch_size, element),
-                f"{element} retrieval": retrieval(f1, images, encoder.patch_size, element)}
+        of = (f1, images, encoder.patch_size, element, len(blocks))
+        cosines = equivariance(cosine, as_in_training, *of)
+        shares = equivariance(share_found, moves_each, *of)
+        for block, score, share in zip(blocks, cosines, shares):
+            values = {f"{element} cosine": score, f"{element} retrieval": share}
             rows += make_rows(values, "val", None, block)
     return rows
 

@@ -645,12 +645,12 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for another training, whose images are not moved yet. (Ours are moved by
-    `make_views`, so that SER calls `align_and_contrast`.) images1 and images2: (B, 3, h, w),
-    copies of the same images, not cropped, each with a colour jitter of its own, and
-    normalised. f1: a module or function that takes images of any size to maps (B, D, h /
-    patch, w / patch). patch: the side of its patches in pixels. shared: a generator that has
-    the same seed on all ranks."""
+    """L_equiv for another training, whose images are not moved yet. (`make_views` moves ours
+    before the jitter, as in the paper, so that SER calls `align_and_contrast`.) images1 and
+    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter
+    of its own, and normalised. f1: a module or function that takes images of any size to
+    maps (B, D, h / patch, w / patch). patch: the side of its patches in pixels. shared: a
+    generator that has the same seed on all ranks."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)

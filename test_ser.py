@@ -1385,7 +1385,7 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
         h = encoder.norm(h) if layer == 4 else h
         return h.movedim(-1, 1)
 
-    rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [layer])
+    rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [layer, 3])
     cosine, share = plain_equivariance(f, x, kind)
     wanted = {f"{kind} cosine": cosine.item(), f"{kind} retrieval": share.item()}
     check_values(rows, wanted, set="val", block=layer)
