@@ -103,21 +103,20 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1).
-
-    Its grid is that of g2. The scaling of g1 needs no inverse, as a grid is the size that
-    rho_g resizes to, whatever size the map has. Resizing may come last, because turning and
-    then resizing is the same as resizing, with the sides exchanged, and then turning.
-
-    Flips and turns do need an inverse. Let Q be a quarter turn and M the flip, so that g1 is
-    Q^t1 M^m1, m1 flips and then t1 turns. A flipped image turns the other way round, that is
-    M Q = Q^-1 M. Hence, with s = -1 if m1 != m2, else 1,
-        g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
-    For example, if g1 is one turn and g2 is the flip, g turns back and then flips, M Q^-1.
-    That is Q M, the flip and then one turn."""
+    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
+    # Let Q be a quarter turn and M the flip, so that g1 is Q^t1 M^m1, m1 flips and then t1
+    # turns. A flipped image turns the other way round, that is M Q = Q^-1 M. Hence, with
+    # s = -1 if m1 != m2, else 1,
+    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
+    # For example, if g1 is one turn and g2 is the flip, g turns back and then flips, M Q^-1.
+    # That is Q M, the flip and then one turn.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
+
+    # The scaling of g1 needs no inverse, as a grid is the size that rho_g resizes to, whatever
+    # size the map has. Resizing may come last, because turning and then resizing is the same
+    # as resizing, with the sides exchanged, and then turning.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -175,8 +174,8 @@ def rng(*names: Any) -> torch.Generator:
 
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
-    """B2, the images of b2 on a rank. Choice: r B is rounded on each rank, so r = .01 of
-    2048 is 24 images on 8 ranks, 20 on 1."""
+    """B2, the images of b2 on a rank."""
+    # Choice: r B is rounded on each rank, so r = .01 of 2048 is 24 images on 8 ranks, 20 on 1.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # a half goes up
 
 
@@ -287,8 +286,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. source: paths, or images (n, 3, h, w) uint8. Data sets in paper/methods
-    that make views in another way call `load` and `views` themselves."""
+    Augmentation. source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -297,6 +295,8 @@ class Dataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.views(self.load(index), item)
 
+    # Data sets in paper/methods that make views in another way call `load` and `views`
+    # themselves.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -348,13 +348,10 @@ def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle.
-
-    A colour has a value, which is its largest channel, a chroma, which is how far the
-    smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
-    at 2 and blue at 4. The usual closed form of HSV gives each channel back:
-        channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    where the offset is 5 for red, 3 for green and 1 for blue."""
+    """Turn the hue by `shift` of a full circle."""
+    # A colour has a value, which is its largest channel, a chroma, which is how far the
+    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
+    # at 2 and blue at 4.
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
@@ -364,7 +361,10 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    # The usual closed form of HSV gives each channel back:
+    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    # where the offset is 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
     return torch.where(shift == 0, x, shifted)
@@ -391,7 +391,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
     them. order: (4,), a permutation of the four operations of the colour jitter."""
-    def column(field: Tensor) -> Tensor:     # flags become 0 and 1
+    # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
+    def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
     colour_jitter = [
@@ -461,8 +462,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D). Parameters have timm's names, so that
-    paper/experiments/convert.py need not rename them."""
+    """A pre-norm transformer block on (B, N, D)."""
+    # Parameters have timm's names, so that paper/experiments/convert.py need not rename them.
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -558,17 +559,16 @@ class ViT(nn.Module):
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on
 # all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
-    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512.
-    Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release
-    (whose eps is 1e-6)."""
+    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
+    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release,
+    # whose LayerNorm has eps = 1e-6.
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
 
 
 class AllGather(torch.autograd.Function):
-    """The gather of several ranks. A rank's x enters the loss of every rank, so its
-    gradient is the sum over all these losses. DDP, which takes means, then divides by R."""
+    """The gather of several ranks."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -578,6 +578,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        # A rank's x entered the loss of every rank, so its gradient is the sum over all these
+        # losses. DDP, which takes means, then divides by R.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
@@ -645,12 +647,13 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for another training, whose images are not moved yet. (`make_views` moves ours
-    before the jitter, as in the paper, so that SER calls `align_and_contrast`.) images1 and
-    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter
-    of its own, and normalised. f1: a module or function that takes images of any size to
-    maps (B, D, h / patch, w / patch). patch: the side of its patches in pixels. shared: a
-    generator that has the same seed on all ranks."""
+    """L_equiv for another training, whose images are not moved yet. images1 and images2:
+    (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter of its
+    own, and normalised. f1: a module or function that takes images of any size to maps (B, D,
+    h / patch, w / patch). patch: the side of its patches in pixels. shared: a generator that
+    has the same seed on all ranks."""
+    # SER below does not call this, as `make_views` moves its images before the jitter, like
+    # the paper.
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
@@ -676,11 +679,11 @@ def encode_view(encoder: ViT, view: View,
 
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
-    without affine parameters. Its statistics are of b1 and b2 together, and of all GPUs
-    once `train` has converted it."""
+    without affine parameters."""
     *inner, last = [
         nn.Linear(fan_in, fan_out, bias=False)
         for fan_in, fan_out in zip(widths[:-1], widths[1:])]
+    # The statistics are of b1 and b2 together, and of all GPUs once `train` has converted them.
     layers: list[nn.Module] = []
     for linear in inner:
         layers += [linear, nn.BatchNorm1d(linear.out_features), nn.ReLU(True)]
@@ -739,9 +742,7 @@ class MoCoV3(nn.Module):
 
 # ==== 6. SER: Algorithm 1 around any base method ========================================
 class SER(nn.Module):
-    """The loss of a base method plus weight * L_equiv. Unlike in the release, the gradient of
-    L_equiv reaches f1, by both views. paper/README has all that the release does in another
-    way than the paper."""
+    """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
                  temperature: float = 0.3):
         super().__init__()
@@ -767,7 +768,9 @@ class SER(nn.Module):
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # Also with weight 0, so that the control differs in nothing else.
+        # Also with weight 0, so that the control differs in nothing else. Unlike in the
+        # release, the gradient of L_equiv reaches f1, by both views. paper/README has all that
+        # the release does in another way than the paper.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -962,12 +965,10 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     state = load(path)
     saved = state["settings"]
     harmless = ("data", "out", "workers", "log_every", "save_every")
-    differ = []
-    for name in saved | settings:
-        old = saved.get(name)
-        new = settings.get(name)
-        if old != new and name not in harmless:
-            differ.append(f"{name} {old} (now {new})")
+    differ = [
+        f"{name} {saved.get(name)} (now {settings.get(name)})"
+        for name in saved | settings
+        if name not in harmless and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
 
@@ -1090,8 +1091,8 @@ def checksum(names: Sequence[str]) -> str:
 
 
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB; it is not turned as its EXIF flag may say.
-    Raises OSError, which names the path."""
+    """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
+    # Choice: it is not turned as its EXIF flag may say, like in torchvision's ImageFolder.
     try:
         with Image.open(path) as image:
             if getattr(image, "is_animated", False) or image.mode.startswith(("I", "F")):
@@ -1104,8 +1105,7 @@ def read_image(path: str) -> Tensor:
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,),
-    which eval_linear.py predicts. Light from above and a smooth random tint make each place
-    of an image distinct."""
+    which eval_linear.py predicts."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
 
@@ -1127,6 +1127,7 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     labels = torch.arange(n) % len(textures)
     ink = (3 * textures[labels, torch.arange(n)]).sigmoid()     # (n, size, size)
 
+    # Light from above and a smooth random tint make each place of an image distinct.
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
     tint = torch.randn(n, 3, 7, 7, generator=generator)
     tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
@@ -1163,12 +1164,12 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
 
 
 def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
-    """Log all settings, and print the plan. L_equiv at chance is that of embeddings that are
-    all equal, on a square grid."""
+    """Log all settings, and print the plan."""
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
+    # L_equiv at chance is that of embeddings that are all equal, on a square grid.
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     if ranks_and_rank()[1] == 0:

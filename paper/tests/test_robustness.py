@@ -101,6 +101,7 @@ def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypa
     pytest.importorskip("imagecorruptions")
     monkeypatch.setitem(SETS, "C", ["gaussian_noise/1", "gaussian_noise/5", "impulse_noise/5"])
     data = class_folders(tmp_path / "val", 3, 48, classes=CLASSES[:2])
+    shutil.copy(f"{data}/n00/000.png", f"{data}/n00/002.png")
 
     def make(name, seed=0):
         folder = tmp_path / name
@@ -113,11 +114,14 @@ def test_a_made_c_has_its_layout_its_own_numbers_and_its_size(tmp_path, monkeypa
     assert list(first) == [f"{name}/{file}.JPEG" for name in SETS["C"] for file in files]
     assert first == make("b"), "it depends on more than the seed"
     assert not set(first.values()) & set(make("c", seed=1).values())
+    assert len(set(first.values())) == 12, "two images have one noise"
 
     clean = eval_linear.eval_transform(224)(ser.read_image(f"{data}/n00/000.png")).float()
     weak = ser.read_image(f"{tmp_path}/a/gaussian_noise/1/n00/000.JPEG") - clean
     strong = ser.read_image(f"{tmp_path}/a/gaussian_noise/5/n00/000.JPEG") - clean
     assert 5 < weak.std() < 0.7 * strong.std()
+    both = torch.stack([weak.flatten(), strong.flatten()])
+    assert both.corrcoef()[0, 1] < 0.5, "two severities have one noise"
 
     monkeypatch.setattr(robustness.Image.Image, "save", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -134,15 +138,17 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     encoder = eval_linear.load(args).encoder
     head = robustness.load_head(args, eval_linear.load(args), torch.device("cpu"))
     scores = []
+    resized = []
     for number in range(6):
         label = 1 + number // 2
-        frames = F.interpolate(pixels(1 + number, 3, 4, 4, seed=number), (16, 16))
+        frames = F.interpolate(pixels(1 + number, 3, 4, 4, seed=number), (24, 24))
         path = tmp_path / "tilt" / CLASSES[label] / f"{number}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
         first, *others = [TF.to_pil_image(frame) for frame in frames]
         first.save(path, "GIF", save_all=True, append_images=others)
         assert torch.equal(robustness.read_video(str(path)), frames)
-        logits = head.linear(eval_linear.cls_features(encoder, frames, 2))
+        resized.append(TF.resize(frames, [16, 16]))
+        logits = head.linear(eval_linear.cls_features(encoder, resized[-1], 2))
         labels = torch.full((len(frames),), label)
         scores.append(eval_linear.accuracy(logits, labels, torch.arange(6)))
     wanted = torch.tensor(scores).mean(0).tolist()
@@ -151,6 +157,11 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     found = values(tmp_path / "robustness.json", set="P/tilt").values()
     assert [*found] == pytest.approx(wanted)
 
+    def look(_, given):
+        wanted = ser.normalise(resized[len(given[0]) - 1] / 255)
+        assert (given[0] - wanted).abs().max() < 0.02     # 1 of 255
+
+    encoder.register_forward_pre_hook(look)
     sums = torch.zeros(2)
     for rank in range(2):
         become_rank(monkeypatch, rank)
