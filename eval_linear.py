@@ -174,7 +174,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # A set called "train" or "crops" would seem to be the training images.
+        # Rows of a set called "train" or "crops" would seem to be of the training images.
         taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
@@ -505,9 +505,10 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
-    cached_blocks = blocks if args.cache else 1     # other heads do not read these features
+    # Without --cache, heads read random crops, and only 20-NN reads these features.
+    cached_blocks = blocks if args.cache else 1
     x, y = extract(encoder, sets.centre_crops, cached_blocks, args)
-    if x.is_cuda:     # half the memory, and no coarser than the bf16 of the encoder
+    if x.is_cuda:     # half the memory; the encoder's bf16 is coarser
         x = x.half()
     tests = {}
     for name, data in sets.tests.items():
@@ -542,7 +543,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list[dict]:
-    """Rows of all elements, by 512 images that are spread over val, which is sorted by class."""
+    """Rows of all elements, by 512 images, spread over val, as folders are sorted by class."""
     places = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[place][0] for place in places.tolist()])
     images = ser.normalise(pixels.to(encoder.cls_token.device) / 255)

@@ -373,7 +373,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    # At least three times the largest sigma of a view, which is 2 pixels of 224.
+    # About three times the largest sigma of a view, which is 2 pixels of 224.
     widest = math.ceil(3 * 2 * max(h, w) / 224)
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
@@ -982,7 +982,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
           schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
     Methods in paper/methods bring their own parts:
-        build(args)                        the model, a SER whose `base` is as in section 5
+        build(args)                        the model: SER, or an add-on, on a `base` of section 5
         make_dataset(source, args)         what `two_views` returns
         make_optimizer(model, args)        what `adamw` returns
         schedule(optimizer, args, epoch)   called before every step"""

@@ -12,7 +12,7 @@ from eval_linear import Checkpoint
 
 
 def arguments(data: str = "", several: bool = False) -> ArgumentParser:
-    """The flags of all evaluations. data: the help of --data, "" for none; several: checkpoints."""
+    """The flags of the evaluations. data: the help of --data, "" for none; several: checkpoints."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     if data:

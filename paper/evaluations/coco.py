@@ -144,7 +144,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     must have the settings `run`."""
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
-    # Choice: AdamW with ViTDet's rate and decay; here norms and biases decay, too.
+    # Choice: AdamW with ViTDet's rate and decay; here norms decay, too.
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
     start = ser.resume(path, run, model, optimizer) if path.exists() else 0
@@ -187,7 +187,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
         if done % args.save_every == 0 or done == args.iterations:
             ser.record(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
-                encoder = model.backbone.encoder.state_dict()     # which ser.load asks for
+                encoder = model.backbone.encoder.state_dict()     # as in all checkpoints
                 ser.save(path, step=done, settings=run, model=model.state_dict(),
                          encoder=encoder, optimizer=optimizer.state_dict())
 

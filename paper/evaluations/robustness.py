@@ -56,7 +56,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments()
     add = parser.add_argument
     add("--head", default="", help="of eval_linear.py; none: the one beside the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one that `make` wrote")
+    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one written by `make`")
     add("--imagenet-p", "--p", dest="p", default="", help="its folder")
     add("--turned", default="", help="folder of the validation classes, whose images are turned")
     add("--batch-size", type=ser.count, default=1024, help="images per pass, over all ranks")
@@ -122,10 +122,10 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
 
 
 def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """Write a C of data/CLASS/..., or of the first `per_class` images of each class, for those that
-    have none. It gets its name when it is complete. Results compare with one another alone:
-    imagecorruptions is not the original code (blur, snow and frost differ), and the resize before
-    it is bicubic."""
+    """For those that have no C, to be called from Python: write one of data/CLASS/..., or of the
+    first `per_class` images of each class. It gets its name when it is complete. Results compare
+    with one another alone: imagecorruptions is not the original code (blur, snow and frost differ),
+    and the resize before it is bicubic."""
     import numpy
     from imagecorruptions import corrupt
 

@@ -39,7 +39,8 @@ def gradient(module: nn.Module) -> Tensor:
 
 
 def theirs(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
-    """Gradients of the release's model, with the settings of run_pretrain.sh but for the weight."""
+    """Gradients of the release's model, with the settings of run_pretrain.sh but for the weight,
+    and for its mode `erl`, which its own parser refuses."""
     for name in ("kornia", "kornia.augmentation", "kornia.augmentation.container"):
         sys.modules.setdefault(name, MagicMock())
     from builder import moco, utils

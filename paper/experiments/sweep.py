@@ -36,8 +36,8 @@ class Run(NamedTuple):
 # A run without b2, which the flags of b2 do not concern.
 PLAIN = "--ratio 0 --cls-layer 0"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
-# Choice: [CLS] enters after L_equiv's block; with all layers after block 3. After block 12 no block
-# is left: there [CLS] enters at the input.
+# Choice: in the runs `layer-N` [CLS] enters after L_equiv's block. After block 12 no block is left,
+# so there it enters at the input. With all layers it enters after block 3.
 LISTS = {
     "layers": [
         Run("layer-1", "--equiv-layers 1 --cls-layer 1"),
