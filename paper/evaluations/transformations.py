@@ -36,7 +36,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
     add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks that it has")
-    add("--images", type=ser.count, default=20000, help="of train, and half as many of val, spread over it")
+    add("--images", type=ser.count, default=20000, help="of train, and half as many of val")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)
 
