@@ -405,8 +405,9 @@ def equivariance(measure: Callable, sample: Callable, f1: Callable, images: Tens
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
     """How often a token finds itself in the moved image, among the tokens of 32 images, as a
     share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
-    (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them. element: what moves
-    them, "rot90", "hflip" or "scale"."""
+    (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them, where n should be a
+    multiple of 32, as a part with fewer images is easier. element: what moves them, "rot90",
+    "hflip" or "scale"."""
     share, = equivariance(share_found, moves_each, f1, images, patch, element)
     return share
 

@@ -649,9 +649,10 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       temperature: float = 0.3) -> torch.Tensor:
     """L_equiv for another training, whose images are not moved yet. images1 and images2:
     (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter of its
-    own, and normalised. f1: a module or function that takes images of any size to maps (B, D,
-    h / patch, w / patch). patch: the side of its patches in pixels. shared: a generator that
-    has the same seed on all ranks."""
+    own, and normalised. Their moved views are nearly square, also where h and w differ. f1: a
+    module or function that takes images of any size to maps (B, D, h / patch, w / patch).
+    patch: the side of its patches in pixels. shared: a generator that has the same seed on
+    all ranks."""
     # SER below does not call this, as `make_views` moves its images before the jitter, like
     # the paper.
     side = min(images1.shape[2:]) // patch
