@@ -200,7 +200,8 @@ class Seeded(Dataset):
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
-    [CLS] after each of the last `blocks` blocks, under the final LayerNorm: K = blocks * D."""
+    [CLS] after each of the last `blocks` blocks (Choice: all of them under the encoder's final
+    LayerNorm), so K = blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -376,8 +377,8 @@ def as_in_training(element: str, part: int, images: int, grid: int) -> Geometry:
 
 
 def moves_each(element: str, part: int, images: int, grid: int) -> Geometry:
-    """A turn or a flip of each image. Under the identity every token would find itself. Only
-    a scaling may round to the size that the map has."""
+    """A turn or a flip of each image. No image stays as it is, where every token would find
+    itself, but a scaling may round to the size that the map has."""
     g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(images) % 3)

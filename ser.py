@@ -78,7 +78,8 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out does nothing, and the others stay the same."""
+    tokens. A kind that `elements` leaves out does nothing, and what is sampled for the others
+    does not depend on it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -121,7 +122,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
 
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Crops and rho share it (3.2)."""
+    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Crops and rho share it (3.2), and so
+    do position embeddings."""
     if x.shape[-2:] == size:
         return x
     half = x.dtype in (torch.float16, torch.bfloat16)     # CPUs cannot resize these
@@ -175,7 +177,7 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
-    # Choice: r B is rounded on each rank, so r = .01 of 2048 is 24 images on 8 ranks, 20 on 1.
+    # Choice: each rank rounds its share, so r = .01 of 2048 is 24 images on 8 ranks, 20 on 1.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # a half goes up
 
 
@@ -492,7 +494,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] under the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, if it is in
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, if it has entered
 
 
 class ViT(nn.Module):
@@ -514,8 +516,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3: Xavier-uniform matrices, zero biases, a random frozen patch embedding. A
-        # convolution's kernel is a matrix once it is flattened.
+        # Choice: as MoCo-v3, Xavier-uniform matrices, zero biases, and a patch embedding that
+        # stays random. A convolution's kernel is a matrix once it is flattened.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 # qkv holds three D x D matrices. With this gain each of them is sampled as
@@ -560,8 +562,8 @@ class ViT(nn.Module):
 # all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release,
-    # whose LayerNorm has eps = 1e-6.
+    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release. The
+    # eps of LayerNorm is torch's, 1e-5; in the release it is 1e-6.
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -653,8 +655,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels. shared: a generator that has the same seed on
     all ranks."""
-    # SER below does not call this, as `make_views` moves its images before the jitter, like
-    # the paper.
+    # SER below does not call this, as `make_views` moves images before it jitters them.
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
@@ -684,7 +685,8 @@ def mlp(*widths: int) -> nn.Sequential:
     *inner, last = [
         nn.Linear(fan_in, fan_out, bias=False)
         for fan_in, fan_out in zip(widths[:-1], widths[1:])]
-    # The statistics are of b1 and b2 together, and of all GPUs once `train` has converted them.
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. They are
+    # of all GPUs once `train` has converted the model.
     layers: list[nn.Module] = []
     for linear in inner:
         layers += [linear, nn.BatchNorm1d(linear.out_features), nn.ReLU(True)]
@@ -769,9 +771,9 @@ class SER(nn.Module):
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # Also with weight 0, so that the control differs in nothing else. Unlike in the
-        # release, the gradient of L_equiv reaches f1, by both views. paper/README has all that
-        # the release does in another way than the paper.
+        # L_equiv is computed with weight 0, too, so that the control differs in nothing else.
+        # Unlike in the release, its gradient reaches f1, by both views. paper/README has all
+        # that the release does in another way than the paper.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -1052,6 +1054,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         done = step + 1
         saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
+            # On every rank, as the log has means over ranks. It exits if one is not finite.
             record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if saves and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
@@ -1180,7 +1183,7 @@ def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
 
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
-    """Draw up to eight rows of rho_g(x1) and x2 of b2, equal up to colours and blur."""
+    """Draw up to eight rows of rho_g(x1) and x2 of b2, equal up to colours and resampling."""
     g = relative(views[1].geometry, views[0].geometry)
     moved = rho(g, views[0].b2, cell)
     pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
