@@ -200,7 +200,7 @@ class Seeded(Dataset):
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
-    [CLS] after each of the last `blocks` blocks (Choice: all of them under the encoder's final
+    [CLS] after each of the last `blocks` blocks (Choice: all of them after the encoder's final
     LayerNorm), so K = blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(encoder.depth - blocks + 1, encoder.depth + 1)
@@ -308,7 +308,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             schedule.step()
             total += losses.detach()
 
-        # Choice: the rate that is best on val; the release names no rule.
+        # Choice: the rate that is best on val after the last epoch; the release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
@@ -415,7 +415,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
 
 def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
     """The function that takes images to the token maps after blocks, stacked along channels.
-    Choice: those of the last block, A.2's "final representation", are under the final
+    Choice: those of the last block, A.2's "final representation", are after the final
     LayerNorm."""
     def f1(x: Tensor) -> Tensor:
         maps = encoder(x, blocks).maps

@@ -66,9 +66,10 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling."""
-    flip: torch.Tensor       # (B,) bool, horizontal flip; on the CPU
-    turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns; on the CPU
+    """How each image moves: by a flip, then quarter turns, then a scaling. Tensors are on the
+    CPU, where `rho` can ask which images move alike without waiting for the GPU."""
+    flip: torch.Tensor       # (B,) bool, horizontal flip
+    turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
     # Rows and columns (H, W) of the maps after scaling, a size and not a factor. Choice: all
     # images of a view share it, so that they stay one tensor; Algorithm 1 samples each g.
@@ -115,9 +116,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # The scaling of g1 needs no inverse, as a grid is the size that rho_g resizes to, whatever
-    # size the map has. Resizing may come last, because turning and then resizing is the same
-    # as resizing, with the sides exchanged, and then turning.
+    # Every view shows the whole image, so its size is all that scaling has changed. To resize
+    # the turned map to the grid of g2 therefore undoes the scaling of g1 and makes that of g2.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -155,9 +155,9 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ====================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and
-# the rest are b2. Each rank takes its part of both. What is sampled for an image depends
-# on the image and the epoch, and what is sampled for a batch on the step. Neither depends
-# on the process that samples, so a run can be repeated and continued.
+# the rest are b2. Each rank takes its part of both. Crops and jitter of an image depend on
+# the image and the epoch, the motions of b2 and the order of the jitter on the step. Nothing
+# depends on the process that samples, so a run can be repeated and continued.
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank), which is (1, 0) in a single process."""
     if dist.is_initialized():
@@ -220,7 +220,7 @@ class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
-    blur: float                     # probabilities
+    blur: float                     # probability, as all that follow
     solarize: float
     flip: float = 0.5
     jitter: float = 0.8
@@ -492,14 +492,14 @@ class Block(nn.Module):
 
 class Encoded(NamedTuple):
     """What the encoder makes of images."""
-    cls: Tensor                  # (B, D), the final [CLS] under the final LayerNorm
+    cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
     cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, if it has entered
 
 
 class ViT(nn.Module):
     """f = f2 . f1, a vision transformer whose [CLS] token enters after block `cls_layer`,
-    which is less than `depth`. With 0 it is a plain ViT. Maps never hold [CLS]."""
+    which is less than `depth`. With 0 it enters at the input. Maps never hold [CLS]."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -649,12 +649,12 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for another training, whose images are not moved yet. images1 and images2:
-    (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter of its
-    own, and normalised. Their moved views are nearly square, also where h and w differ. f1: a
-    module or function that takes images of any size to maps (B, D, h / patch, w / patch).
-    patch: the side of its patches in pixels. shared: a generator that has the same seed on
-    all ranks."""
+    """L_equiv for a training that is not ours, whose images are not moved yet. images1 and
+    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter of
+    its own, and normalised. Their moved views are nearly square, also where h and w differ.
+    f1: a module or function that takes images of any size to maps (B, D, h / patch, w /
+    patch). patch: the side of its patches in pixels. shared: a generator that has the same
+    seed on all ranks."""
     # SER below does not call this, as `make_views` moves images before it jitters them.
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
@@ -779,7 +779,7 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def equivariance(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1, maps2: layer -> f1(x1), f1(x2), each (B2, D, H, W)."""
+        """L_equiv of b2. maps1, maps2: layer -> map of x1, of x2, each (B2, D, H, W)."""
         g = relative(view2.geometry, view1.geometry)
         total = 0.0
         for layer in self.layers:
@@ -843,6 +843,8 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
     add("--heads", type=count, default=6, help="attention heads")
+    # Choice: two flags, so that one may move without the other. In the paper [CLS] enters after
+    # the block of L_equiv, so change both, as paper/experiments/sweep.py does.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -1029,7 +1031,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
                disable=rank > 0, unit=" images", unit_scale=True)
 
     for step, loaded in enumerate(loader, start):
-        # Schedules.
+        # Learning rate and momentum encoder.
         schedule(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
