@@ -362,9 +362,10 @@ def cosine(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
-    z = moved_map.movedim(1, -1).flatten(0, 2)                                # (B N, D)
-    z_prime = map_of_moved.movedim(1, -1).flatten(0, 2)
-    similarities = F.normalize(z) @ F.normalize(z_prime).T                    # (B N, B N)
+    z = moved_map.movedim(1, -1).flatten(0, 2).float()                        # (B N, D)
+    z_prime = map_of_moved.movedim(1, -1).flatten(0, 2).float()
+    with torch.autocast(z.device.type, enabled=False):     # in bf16 many tokens would tie
+        similarities = F.normalize(z) @ F.normalize(z_prime).T                # (B N, B N)
     right = similarities.argmax(1).cpu() == torch.arange(len(z))
     return right.float().mean().item()
 
@@ -408,7 +409,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
     (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them, where n should be a
     multiple of 32, as a part with fewer images is easier. element: what moves them, "rot90",
-    "hflip" or "scale"."""
+    "hflip" or "scale". Raises ValueError for images that are not square."""
+    if images.shape[-2] != images.shape[-1]:
+        raise ValueError(f"images of {tuple(images.shape[-2:])} pixels are not square")
     share, = equivariance(share_found, moves_each, f1, images, patch, element)
     return share
 

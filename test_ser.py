@@ -1049,6 +1049,11 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 
     control, trained = shares
     assert trained > 2 * control
+    with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
+        colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
+        assert eval_linear.retrieval(colours, images, 4) > 0.95
+    with pytest.raises(ValueError, match="square"):
+        eval_linear.retrieval(f1, images[..., :8], 4)
 
 
 # ==== 9. Around it: data ================================================================

@@ -11,6 +11,7 @@ of val. C and P are altered images of val (Zenodo 2235448 and 3565846), unpacked
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
 """
+import shutil
 import sys
 from argparse import Namespace
 from functools import partial
@@ -136,6 +137,7 @@ def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) ->
         chosen += own[:per_class]
 
     unfinished = Path(f"{folder}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)     # of a call that was stopped
     for place in tqdm(chosen, "corrupting"):
         source = Path(images.samples[place][0])
         image = images[place][0].permute(1, 2, 0).numpy()

@@ -16,6 +16,7 @@ The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, 
 """
 import json
 import runpy
+import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -52,14 +53,21 @@ SHOWN = {     # in the pictures
 
 def make_copies(data: str, folder: Path, side: int) -> None:
     """Write a copy of each image of data/train and data/val, its centre at side x side pixels. A
-    folder that has its name is whole."""
+    folder that has its name is whole, and its source.txt says of which images it is."""
     unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)     # of a copying that was stopped
     for source in Path(data).glob("*/*/*"):
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         image = Image.open(source).convert("RGB")
         ImageOps.fit(image, (side, side)).save(target, quality=95)
+    (unfinished / "source.txt").write_text(source_of(data))
     unfinished.rename(folder)
+
+
+def source_of(data: str) -> str:
+    """What copies must be of: a folder, and a checksum of the names of its images."""
+    return f"{Path(data).resolve()} {ser.list_images(data)[1]}"
 
 
 def plain_attention(words: list[str]) -> None:
@@ -99,6 +107,10 @@ def show(args: Namespace) -> None:
     for path in args.figures or folder.glob("*/rows.json"):
         rows += json.loads(Path(path).read_text())
     rows = [row for row in rows if args.arm.items() <= row.items()]
+    places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
+              for row in rows]
+    if len(set(places)) < len(places):
+        sys.exit("several rows are of one run and seed: show their files one after another")
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")
@@ -136,6 +148,9 @@ def main(args: Namespace) -> None:
         copies = Path(args.out, f"images-{args.side}")
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
+        source = copies / "source.txt"
+        if source.exists() and source.read_text() != source_of(args.data):
+            sys.exit(f"{copies} has copies of {source.read_text()}: name another --out")
         args.data = str(copies)
 
     if args.data:

@@ -14,6 +14,7 @@ import ser
 from paper.experiments import imagenette, sweep
 from paper.experiments.imagenette import NAMES
 from paper.tests.toys import class_folders
+from test_ser import sentence
 
 ROOT = Path(ser.__file__).parent
 ROWS = str(ROOT / "paper/experiments/imagenette.json")
@@ -51,8 +52,10 @@ def test_copies_are_centre_squares(tmp_path):
     image = Image.new("RGB", (30, 20), "red")
     image.paste("blue", (5, 0, 25, 20))     # the square in the centre
     image.save(tmp_path / "D/train/n01/1.png")
+    (tmp_path / "out/copies.unfinished/train/n02").mkdir(parents=True)     # was stopped
     imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)
-    assert [*tmp_path.glob("out/**/*.*")] == [tmp_path / "out/copies/train/n01/1.jpg"]
+    assert not [*tmp_path.glob("out/**/n02")]
+    assert [*tmp_path.glob("out/**/*.jpg")] == [tmp_path / "out/copies/train/n01/1.jpg"]
     copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
@@ -87,6 +90,13 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     assert (linear["epochs"], linear["b2"]) == (1, 2)
     assert ser.load(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
     assert {path.name for path in out.glob("*.png")} == {"results.png"}
+
+    # Copies of other images, and two rows of one run and seed, are no results of this run.
+    other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
+    assert "images-18" in sentence(imagenette.main, other)
+    path = str(out / "SER-4/rows.json")
+    twice = ["--figures", path, path, "--out", str(out), *argv[4:]]
+    assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
 
 
 def cells_of(line):

@@ -11,7 +11,8 @@ timm = pytest.importorskip("timm")
 import eval_linear
 import ser
 from paper.experiments import pasted
-from paper.tests.toys import class_folders
+from paper.tests.toys import CLASSES, class_folders
+from test_ser import sentence
 
 
 def train(root, weight):
@@ -25,7 +26,7 @@ def train(root, weight):
 def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeypatch):
     """With weight 0, all but its projector ends elsewhere. The row has means over three heads."""
     class_folders(tmp_path / "train")
-    class_folders(tmp_path / "val", per_class=3, seed=6)
+    class_folders(tmp_path / "val", per_class=3, seed=6, classes=CLASSES[:5])
     args, model = train(tmp_path, 0.1)
     _, zero = train(tmp_path, 0)
     assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
@@ -41,7 +42,8 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     monkeypatch.setattr(eval_linear, "evaluate", evaluate_quickly)
     pasted.evaluate(model, args)
     row = json.loads(Path(args.out, "row.json").read_text())
-    heads = [one["value"] for rows in found for one in rows if one["measure"] == "linear top-1 %"]
+    heads = [one["value"] for rows in found for one in rows
+             if (one["measure"], one["classes"]) == ("linear top-1 %", 6)]
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(statistics.mean(heads))
     assert (row["weight"], row["epochs"]) == (0.1, 2) and 0 < row["rot90 retrieval"] < 1
     images = torch.rand(2, 3, 64, 64)
@@ -66,6 +68,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
     assert torch.load(tmp_path / "out-0.1/last.pt")["step"] == 1
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    next(tmp_path.glob("train/*/*")).unlink()
+    assert "image_names" in sentence(train, tmp_path, 0.1)
 
 
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
