@@ -362,6 +362,9 @@ def cosine(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
+    if moved_map.shape != map_of_moved.shape:
+        raise ValueError(f"f1 has not the patch size that was given: {moved_map.shape} and "
+                         f"{map_of_moved.shape}")
     z = moved_map.movedim(1, -1).flatten(0, 2).float()                        # (B N, D)
     z_prime = map_of_moved.movedim(1, -1).flatten(0, 2).float()
     with torch.autocast(z.device.type, enabled=False):     # in bf16 many tokens would tie
@@ -409,9 +412,11 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
     (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them, where n should be a
     multiple of 32, as a part with fewer images is easier. element: what moves them, "rot90",
-    "hflip" or "scale". Raises ValueError for images that are not square."""
-    if images.shape[-2] != images.shape[-1]:
-        raise ValueError(f"images of {tuple(images.shape[-2:])} pixels are not square")
+    "hflip" or "scale". Raises ValueError for images that are not square, or do not consist of
+    patches, and for maps of another size."""
+    h, w = images.shape[-2:]
+    if h != w or h % patch > 0:
+        raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
     share, = equivariance(share_found, moves_each, f1, images, patch, element)
     return share
 
@@ -451,7 +456,8 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     the evaluation and the fingerprint of the weights. Rows are of the trained encoder if they
     name no other one. The training settings of these weights stand under "checkpoints".
 
-    New rows stand at the end. An older row that is equal but for its value is dropped."""
+    New rows stand at the end. An older row that is equal but for its value, and the number of
+    classes that there were, is dropped."""
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
     rows = [made_by | row for row in rows]
     rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
@@ -462,8 +468,9 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     file["checkpoints"][checkpoint.weights] = training
 
-    keys = [row | {"value": None} for row in rows]
-    older = [row for row in file["rows"] if row | {"value": None} not in keys]
+    replaced = {"value": None, "classes": None}
+    keys = [row | replaced for row in rows]
+    older = [row for row in file["rows"] if row | replaced not in keys]
     file["rows"] = older + rows
 
     unfinished = path.with_suffix(".tmp")
@@ -603,7 +610,7 @@ def evaluate(args: Namespace) -> list[dict]:
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
         ser.save(path.with_name(f"head-{name}.pt"), **heads["trained"], **made_by)
     print_table(rows)
-    print(f"results are in {path}")
+    print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 
 
