@@ -1491,7 +1491,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     path = tmp_path / "eval.json"
     writes = [(0, "a", 1), (1, "a", 2), (0, "b", 3), (0, "a", 4)]
     for seed, weights, value in writes:
-        row = {"measure": "20-NN", "value": value}
+        row = {"measure": "20-NN", "classes": value, "value": value}     # of a folder that grows
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by)
 
