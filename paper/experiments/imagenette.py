@@ -111,6 +111,9 @@ def show(args: Namespace) -> None:
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
+    flags = {row["flags"] for row in rows if "flags" in row}
+    if len(flags) > 1:
+        sys.exit(f"the rows are of trainings with other flags: {'; '.join(sorted(flags))}")
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")

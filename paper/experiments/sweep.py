@@ -132,7 +132,8 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             if not args.print:
                 found += own_rows(words, out)
 
-        own = [row | args.arm for row in means(found, run.name, seed, blocks)]
+        made_by = args.arm | {"flags": shlex.join(args.flags)}
+        own = [row | made_by for row in means(found, run.name, seed, blocks)]
         if own:
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
