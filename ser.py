@@ -326,7 +326,9 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes."""
+    """Images in [0, 1] -> what the encoder takes. Raises ValueError for whole numbers."""
+    if not x.is_floating_point():
+        raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 

@@ -1054,6 +1054,8 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
         assert eval_linear.retrieval(colours, images, 4) > 0.95
     with pytest.raises(ValueError, match="square"):
         eval_linear.retrieval(f1, images[..., :8], 4)
+    with pytest.raises(ValueError, match="255"):
+        ser.normalise(images.byte())
     with pytest.raises(ValueError, match="patch size"):
         eval_linear.retrieval(f1, images, 8)
 
