@@ -11,14 +11,12 @@ of val. C and P are altered images of val (Zenodo 2235448 and 3565846), unpacked
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
 """
-import shutil
 import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchvision.datasets import DatasetFolder
@@ -57,7 +55,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments()
     add = parser.add_argument
     add("--head", default="", help="of eval_linear.py; none: the one beside the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="its folder, or one written by `make`")
+    add("--imagenet-c", "--c", dest="c", default="", help="its folder")
     add("--imagenet-p", "--p", dest="p", default="", help="its folder")
     add("--turned", default="", help="folder of the validation classes, whose images are turned")
     add("--batch-size", type=ser.count, default=1024, help="images per pass, over all ranks")
@@ -120,39 +118,6 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
     features, labels = eval_linear.extract(encoder, images, head.blocks, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
     return eval_linear.accuracy(head.linear(features), labels, all_classes)
-
-
-def make(folder: str, data: str, per_class: int | None = None, seed: int = 0) -> None:
-    """For those that have no C, to be called from Python: write one of data/CLASS/..., or of the
-    first `per_class` images of each class. It gets its name when it is complete. Results compare
-    with one another alone: imagecorruptions is not the original code (blur, snow and frost differ),
-    and the resize before it is bicubic."""
-    import numpy
-    from imagecorruptions import corrupt
-
-    images = eval_linear.class_folder(data, eval_linear.eval_transform(224))
-    chosen = []
-    for label in range(len(images.classes)):
-        own = [place for place, target in enumerate(images.targets) if target == label]
-        chosen += own[:per_class]
-
-    unfinished = Path(f"{folder}-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)     # of a call that was stopped
-    for place in tqdm(chosen, "corrupting"):
-        source = Path(images.samples[place][0])
-        image = images[place][0].permute(1, 2, 0).numpy()
-        for one in SETS["C"]:
-            name, severity = one.split("/")
-            number = ser.seed_of(seed, one, source.stem) % 2 ** 32
-            numpy.random.seed(number)
-            # These two do not sample from numpy's global generator.
-            own = {"seed": number} if name in ("glass_blur", "impulse_noise") else {}
-            changed = corrupt(image, int(severity), name, **own)
-
-            target = Path(unfinished, one, source.parent.name, f"{source.stem}.JPEG")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(changed).save(target, quality=85)     # as in ImageNet-C
-    unfinished.rename(folder)
 
 
 # ==== ImageNet-P =========================================================================
