@@ -76,6 +76,8 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic:     # on two cores
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
+    if synthetic and (args.val or args.test):
+        sys.exit("--val and --test need --data, whose classes they have")
 
     # --cache asks for heads where it was given, not where synthetic images imply it.
     others = args.knn or args.equivariance
@@ -198,12 +200,12 @@ class Seeded(Dataset):
 
 # ==== 3. Features of the frozen encoder ===================================================
 @torch.no_grad()
-def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
+def cls_features(encoder: ViT, images: Tensor, n_blocks: int) -> Tensor:
     """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
-    [CLS] after each of the last `blocks` blocks (Choice: all of them after the encoder's final
-    LayerNorm), so K = blocks * D."""
+    [CLS] after each of the last `n_blocks` blocks (Choice: all of them after the encoder's
+    final LayerNorm), so K = n_blocks * D."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    last = range(encoder.depth - blocks + 1, encoder.depth + 1)
+    last = range(encoder.depth - n_blocks + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
         cls_at = encoder(x, last).cls_at
@@ -211,28 +213,28 @@ def cls_features(encoder: ViT, images: Tensor, blocks: int) -> Tensor:
     return torch.cat(tokens, dim=1).float()
 
 
-def encode(encoder: ViT, data: Dataset, blocks: int, args: Namespace,
+def encode(encoder: ViT, data: Dataset, n_blocks: int, args: Namespace,
            batches: list) -> Iterator:
     """Features (B, K) and labels (B,) of each of `batches`, tensors of places in `data`."""
     _, rank = ser.ranks_and_rank()
     places = [rows.tolist() for rows in batches]
     loader = DataLoader(data, batch_sampler=places, num_workers=args.workers)
     for images, labels in tqdm(loader, leave=False, disable=rank > 0):
-        features = cls_features(encoder, images, blocks)
+        features = cls_features(encoder, images, n_blocks)
         yield features, labels.to(features.device)
 
 
-def extract(encoder: ViT, data: Dataset, blocks: int,
+def extract(encoder: ViT, data: Dataset, n_blocks: int,
             args: Namespace) -> tuple[Tensor, Tensor]:
     """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills its own rows
     and leaves zeros in the others, so that the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = own.split(max(1, args.batch_size // ranks))
-    features = encoder.cls_token.new_zeros(len(data), blocks * encoder.dim)
+    features = encoder.cls_token.new_zeros(len(data), n_blocks * encoder.dim)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
-    for rows, (x, y) in zip(batches, encode(encoder, data, blocks, args, batches)):
+    for rows, (x, y) in zip(batches, encode(encoder, data, n_blocks, args, batches)):
         features[rows] = x
         labels[rows] = y
     if ranks > 1:
@@ -272,7 +274,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     line for each epoch to `log`."""
     x_train, y_train = train
     x_val, y_val = val
-    blocks = x_val.shape[1] // encoder.dim
+    n_blocks = x_val.shape[1] // encoder.dim
 
     torch.manual_seed(args.seed)
     heads = Heads(len(args.lr), x_val.shape[1], len(sets.classes), args.mlp).to(x_val.device)
@@ -297,7 +299,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             batches = ((x_train[part].float(), y_train[part]) for part in parts)
         else:
             crops = Seeded(sets.random_crops, args.seed, epoch)
-            batches = encode(encoder, crops, blocks, args, parts)
+            batches = encode(encoder, crops, n_blocks, args, parts)
 
         total = torch.zeros(len(heads), device=x_val.device)
         for x, y in batches:
@@ -373,14 +375,14 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     return right.float().mean().item()
 
 
-def as_in_training(element: str, part: int, images: int, grid: int) -> Geometry:
-    """g = g2 g1^-1 of a pair of sampled views. For some images it is the identity."""
+def sample_relative(element: str, part: int, images: int, grid: int) -> Geometry:
+    """g = g2 g1^-1 of two sampled views, as in training. Some images stay as they are."""
     g1 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 1))
     g2 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     return ser.relative(g2, g1)
 
 
-def moves_each(element: str, part: int, images: int, grid: int) -> Geometry:
+def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
     """A turn or a flip of each image. No image stays as it is, where every token would find
     itself, but a scaling may round to the size that the map has."""
     g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
@@ -393,18 +395,17 @@ def moves_each(element: str, part: int, images: int, grid: int) -> Geometry:
 
 @torch.no_grad()
 def equivariance(measure: Callable, sample: Callable, f1: Callable, images: Tensor, patch: int,
-                 element: str, maps: int = 1) -> list[float]:
+                 element: str) -> list[float]:
     """The mean of measure(rho_g(f1(x)), f1(rho_g(x))) over parts x of 32 images, where g =
-    sample(element, ...). f1 may stack several maps along their channels, so that one pass
-    makes all of them. Returns a value for each map."""
-    totals = [0.0] * maps
+    sample(element, ...). f1 makes a list of maps, and each of them gets a value."""
+    totals = 0.0
     for part, x in enumerate(images.split(32)):
         g = sample(element, part, len(x), images.shape[-1] // patch)
-        moved_maps = rho(g, f1(x)).chunk(maps, dim=1)
-        maps_of_moved = f1(rho(g, x, patch)).chunk(maps, dim=1)
-        for i, pair in enumerate(zip(moved_maps, maps_of_moved)):
-            totals[i] += len(x) * measure(*pair)
-    return [total / len(images) for total in totals]
+        moved_maps = [rho(g, h) for h in f1(x)]
+        maps_of_moved = f1(rho(g, x, patch))
+        values = [measure(*pair) for pair in zip(moved_maps, maps_of_moved)]
+        totals += len(x) * torch.tensor(values, dtype=torch.float64)
+    return (totals / len(images)).tolist()
 
 
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
@@ -417,20 +418,20 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
-    share, = equivariance(share_found, moves_each, f1, images, patch, element)
-    return share
+    shares = equivariance(
+        share_found, sample_moving, lambda x: [f1(x)], images, patch, element)
+    return shares[0]
 
 
 def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
-    """The function that takes images to the token maps after blocks, stacked along channels.
-    Choice: those of the last block, A.2's "final representation", are after the final
-    LayerNorm."""
-    def f1(x: Tensor) -> Tensor:
+    """The function that takes images to the list of token maps after blocks. Choice: those of
+    the last block, A.2's "final representation", are after the final LayerNorm."""
+    def f1(x: Tensor) -> list[Tensor]:
         maps = encoder(x, blocks).maps
         if encoder.depth in maps:
             tokens = maps[encoder.depth].movedim(1, -1)
             maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
-        return torch.cat([maps[block] for block in blocks], dim=1)
+        return [maps[block] for block in blocks]
     return f1
 
 
@@ -516,15 +517,15 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
-    blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
+    n_blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
     # Without --cache, heads read random crops, and only 20-NN reads these features.
-    cached_blocks = blocks if args.cache else 1
-    x, y = extract(encoder, sets.centre_crops, cached_blocks, args)
+    n_cached = n_blocks if args.cache else 1
+    x, y = extract(encoder, sets.centre_crops, n_cached, args)
     if x.is_cuda:     # half the memory; the encoder's bf16 is coarser
         x = x.half()
     tests = {}
     for name, data in sets.tests.items():
-        tests[name] = extract(encoder, data, blocks, args)
+        tests[name] = extract(encoder, data, n_blocks, args)
 
     # The best head.
     head = None
@@ -536,7 +537,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
             "weight": last.weight.cpu(),
             "bias": last.bias.cpu(),
             "classes": list(sets.classes),
-            "blocks": blocks,
+            "blocks": n_blocks,
             "lr": lr}
 
     # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
@@ -564,9 +565,9 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
 
     rows = []
     for element in ser.ELEMENTS:
-        of = (f1, images, encoder.patch_size, element, len(blocks))
-        cosines = equivariance(cosine, as_in_training, *of)
-        shares = equivariance(share_found, moves_each, *of)
+        of = (f1, images, encoder.patch_size, element)
+        cosines = equivariance(cosine, sample_relative, *of)
+        shares = equivariance(share_found, sample_moving, *of)
         for block, score, share in zip(blocks, cosines, shares):
             values = {f"{element} cosine": score, f"{element} retrieval": share}
             rows += make_rows(values, "val", None, block)

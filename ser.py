@@ -859,7 +859,8 @@ def arguments() -> ArgumentParser:
     add("--crop-min", type=share, default=0.08, help="least share of the image in a crop")
     add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
     add("--epochs", type=positive, default=100.0, help="also fractions")
-    add("--warmup-epochs", type=nonnegative, default=10.0, help="epochs of linear warmup")
+    add("--warmup-epochs", type=nonnegative, default=10.0,
+        help="epochs of linear warmup; a tenth of all, in a run that is no longer")
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")

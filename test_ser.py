@@ -1518,6 +1518,7 @@ def test_a_set_that_would_replace_another_is_refused(test, tree, checkpoint):
     words = test.replace("=", f"={tree}/").split()
     args = eval_args(tree, checkpoint, "--test", *words)
     assert sentence(eval_linear.load_sets, args, 16).startswith("--test")
+    assert "--test need --data" in sentence(eval_linear.parse, ["--test", *words])
 
 
 def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):

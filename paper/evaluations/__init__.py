@@ -49,11 +49,12 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                       images: Sequence[str]) -> dict:
     """What must be the same when a training goes on from a file, for ser.resume: the settings of
     the encoder's own training and, as NAME_..., those of this one, its encoder and the names of
-    its images below their folder. Folders may be renamed. Exits with one sentence if the ranks
-    cannot share a batch."""
+    its images below their folder. Folders may be renamed. Exits with one sentence if there is no
+    whole batch, or the ranks cannot share it."""
     ranks, _ = ser.ranks_and_rank()
-    if args.batch_size % ranks > 0:
-        sys.exit(f"--batch-size {args.batch_size}: should be a multiple of the {ranks} ranks")
+    if args.batch_size % ranks > 0 or args.batch_size > len(images):
+        sys.exit(f"--batch-size {args.batch_size}: should be a multiple of the {ranks} ranks, and "
+                 f"at most the {len(images)} images")
 
     own = vars(args) | {"checkpoint": checkpoint.weights, "ranks": ranks, "images": len(images),
                         "checksum_of_names": ser.checksum(sorted(images))}

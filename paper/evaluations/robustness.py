@@ -112,12 +112,13 @@ def turned(encoder: ser.ViT, degrees: int) -> v2.Transform:
 
 
 def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
-                 args: Namespace) -> list[float]:
-    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head."""
+                 args: Namespace) -> tuple[list[float], int]:
+    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head, and the
+    number of images."""
     images = eval_linear.class_folder(folder, transform, head.classes)
     features, labels = eval_linear.extract(encoder, images, head.blocks, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
-    return eval_linear.accuracy(head.linear(features), labels, all_classes)
+    return eval_linear.accuracy(head.linear(features), labels, all_classes), len(images)
 
 
 # ==== ImageNet-P =========================================================================
@@ -130,9 +131,11 @@ def read_video(path: str) -> Tensor:
     return torch.stack(frames).permute(0, 3, 1, 2)
 
 
-def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespace) -> list[float]:
+def score_videos(encoder: ser.ViT, head: Namespace, folder: Path,
+                 args: Namespace) -> tuple[list[float], int]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
-    over videos of the mean over their frames (Choice: of all frames). Ranks share the videos."""
+    over videos of the mean over their frames (Choice: of all frames); and the number of videos,
+    which ranks share."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
     own = Subset(videos, range(rank, len(videos), ranks))
@@ -148,7 +151,7 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, args: Namespac
 
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    return (sums / len(videos)).tolist()
+    return (sums / len(videos)).tolist(), len(videos)
 
 
 # ==== Sets and tables ====================================================================
@@ -204,15 +207,17 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     encoder = checkpoint.encoder.to(device)
 
     results = {kind: {} for kind in folders}
+    sizes = {kind: {} for kind in folders}
     for kind, sets in folders.items():
         for name, folder in sets.items():     # ten sets of P take hours
             if kind == "P":
-                scores = score_videos(encoder, head, folder, args)
+                scores, size = score_videos(encoder, head, folder, args)
             else:
                 change = turned(encoder, int(name)) if kind == "turned" else uncropped(encoder)
-                scores = score_images(encoder, head, folder, change, args)
+                scores, size = score_images(encoder, head, folder, change, args)
 
             results[kind][name] = scores
+            sizes[kind].setdefault(size, []).append(name)
             values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
             rows = [row | {"head": head.made} for row in rows]
@@ -222,6 +227,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     if rank == 0:
         for kind in results:
             print(table(kind, results[kind], len(head.classes)))
+            if len(sizes[kind]) > 1:
+                print(f"Sets differ in size. Were all unpacked? Their numbers: {sizes[kind]}")
         print(f"scored by {head.path}; results are in {path}")
 
 

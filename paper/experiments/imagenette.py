@@ -149,6 +149,9 @@ def main(args: Namespace) -> None:
     """Train and measure, then show the results."""
     if args.side and args.data:
         copies = Path(args.out, f"images-{args.side}")
+        others = set(Path(args.out).glob("images-*[0-9]")) - {copies}
+        if others:
+            sys.exit(f"the runs of {args.out} are of {others.pop()}: name another --out")
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"

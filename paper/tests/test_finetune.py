@@ -133,6 +133,8 @@ def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
 
 def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (3, 0))
-    given = (eval_linear.Checkpoint(None, "weights", 7, {}), [])
-    assert "3 ranks" in sentence(training_settings, "any", Namespace(batch_size=8), *given)
+    given = (eval_linear.Checkpoint(None, "weights", 7, {}), list("123456789"))
+    for size in (8, 12):
+        told = sentence(training_settings, "any", Namespace(batch_size=size), *given)
+        assert "3 ranks" in told and "9 images" in told
     assert training_settings("any", Namespace(batch_size=9), *given)["any_checkpoint"] == "weights"

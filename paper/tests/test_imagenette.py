@@ -94,6 +94,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     # Copies of other images, and two rows of one run and seed, are no results of this run.
     other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
     assert "images-18" in sentence(imagenette.main, other)
+    larger = imagenette.settings([*argv[:-1], "20"])
+    assert "images-18" in sentence(imagenette.main, larger)
     path = str(out / "SER-4/rows.json")
     twice = ["--figures", path, path, "--out", str(out), *argv[4:]]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))

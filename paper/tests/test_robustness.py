@@ -29,7 +29,7 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     assert found["mean"][:3] == ["39.50", "90.00", "39.49"]
 
 
-def test_images_are_scored_as_those_of_val(tmp_path):
+def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     """By eval_linear's own head: unaltered images of C, and those that Pillow turned."""
     path = toy_checkpoint(tmp_path)
     class_folders(tmp_path / "data/train", per_class=4, size=24)
@@ -48,6 +48,8 @@ def test_images_are_scored_as_those_of_val(tmp_path):
 
     call(robustness, "--checkpoint", path, "--workers", "0", "--c", tmp_path / "c",
          "--turned", tmp_path / "data/val")
+
+    assert "7: ['contrast/3']" in capsys.readouterr().out     # was not unpacked whole
 
     def found(name):
         return values(tmp_path / "robustness.json", set=name)
@@ -133,5 +135,6 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     for rank in range(2):
         become_rank(monkeypatch, rank)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(10))
-        sums += torch.tensor(robustness.score_videos(encoder, head, tmp_path / "tilt", args))
-    assert (sums / 10).tolist() == pytest.approx(wanted)
+        own, videos = robustness.score_videos(encoder, head, tmp_path / "tilt", args)
+        sums += torch.tensor(own)
+    assert (sums / 10).tolist() == pytest.approx(wanted) and videos == 6
