@@ -332,69 +332,10 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
-# The operations of the jitter are torchvision's, but for a whole batch in which each image
-# has a factor of its own. x: images (B, 3, h, w) in [0, 1]; factor: (B, 1, 1, 1). A factor of
-# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black, or away from it."""
-    return (factor * x).clamp(0, 1)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image, or away from it."""
-    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-    return mean.lerp(x, factor).clamp(0, 1)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel, or away from it."""
-    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle."""
-    # A colour has a value, which is its largest channel, a chroma, which is how far the
-    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
-    # at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    # Where several channels are the largest, the hue is that of red, or else of green.
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # The usual closed form of HSV gives each channel back:
-    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    B, _, h, w = x.shape
-    # About three times the largest sigma of a view, which is 2 pixels of 224.
-    widest = math.ceil(3 * 2 * max(h, w) / 224)
-    radius = min(widest, h - 1, w - 1)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # The colours become a batch of three, and the images its channels, so that with B
-    # groups each image meets its own kernel, first down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
-    return x.transpose(0, 1)
-
-
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the four operations of the colour jitter."""
+    them. order: (4,), a permutation of the four operations of the colour jitter, which, like
+    the blur, are in section 9."""
     # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
@@ -1027,11 +968,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batches, num_workers=args.workers,
         pin_memory=device.type == "cuda")
-    log_path = path.with_name("log.jsonl") if rank == 0 else os.devnull
-    log = open(log_path, "a", buffering=1)     # writes each line at once
-    announce(log, settings, start, steps)
-    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
-               disable=rank > 0, unit=" images", unit_scale=True)
+    log, bar = open_log(path.with_name("log.jsonl"), settings, start, steps)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1071,7 +1008,67 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, what is printed, logged and drawn ===
+# ==== 9. Around it: jitter, files, synthetic images, checks, what is printed and drawn ====
+# The operations of the jitter are torchvision's, but for a whole batch in which each image
+# has a factor of its own. x: images (B, 3, h, w) in [0, 1]; factor: (B, 1, 1, 1). A factor of
+# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards black, or away from it."""
+    return (factor * x).clamp(0, 1)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the mean gray of the image, or away from it."""
+    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+    return mean.lerp(x, factor).clamp(0, 1)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the gray of each pixel, or away from it."""
+    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` of a full circle."""
+    # A colour has a value, which is its largest channel, a chroma, which is how far the
+    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
+    # at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    # Where several channels are the largest, the hue is that of red, or else of green.
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # The usual closed form of HSV gives each channel back:
+    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    # where the offset is 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
+    # About three times the largest sigma of a view, which is 2 pixels of 224.
+    widest = math.ceil(3 * 2 * max(h, w) / 224)
+    radius = min(widest, h - 1, w - 1)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # The colours become a batch of three, and the images its channels, so that with B
+    # groups each image meets its own kernel, first down the columns, then along the rows.
+    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
+    return x.transpose(0, 1)
+
+
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as paths or pixels, and a checksum of their names."""
     if not args.data:
@@ -1172,19 +1169,26 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
                  f"now b2 has {b2_total} of {size} images")
 
 
-def announce(log: TextIO, settings: dict, start: int, steps: int) -> None:
-    """Log all settings, and print the plan."""
+def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO, tqdm]:
+    """Open the log, write all settings to it, print the plan, and make the bar. Ranks other
+    than 0 do none of it visibly."""
+    _, rank = ranks_and_rank()
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
+    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # a line at once
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
     # L_equiv at chance is that of embeddings that are all equal, on a square grid.
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
-    if ranks_and_rank()[1] == 0:
+    if rank == 0:
         print(f"{args.images:,} images of {args.data or 'synthetic textures'}; a batch has "
               f"{args.batch_size}, {b2_total} of them in b2; L_equiv is {chance:.1f} at "
               f"chance; {start} of {steps} steps are done")
+
+    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
+               disable=rank > 0, unit=" images", unit_scale=True)
+    return log, bar
 
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:

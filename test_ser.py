@@ -1457,12 +1457,12 @@ def test_head_and_rows_of_both_encoders_name_the_checkpoint(synthetic):
     assert made_by[weights]["settings"]["cls_layer"] == 3
 
 
-def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
+def test_readmes_output_is_what_the_commands_print(synthetic, capsys, tmp_path):
     text = (HERE / "README.md").read_text()
     output = re.search(r"```\n(4,096.*?)\n```", text, re.S)[1]
     begin, *table, _ = output.splitlines()
     settings = vars(ser.parse([])) | {"images": 4096, "ranks": 1}
-    ser.announce(io.StringIO(), settings, 0, 192)
+    ser.open_log(tmp_path / "log.jsonl", settings, 0, 192)
     assert capsys.readouterr().out.splitlines() == [begin]
 
     columns = zip(*[line[48:].split() for line in table[1:]])
