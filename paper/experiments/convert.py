@@ -1,8 +1,7 @@
-"""Encoders to and from timm, from MoCo-v3's own checkpoints, and encoders alone.
+"""Encoders to and from timm, and from MoCo-v3's own checkpoints.
 
     python -m paper.experiments.convert --from-timm vit_small.pth runs/given/last.pt
     python -m paper.experiments.convert --to-timm runs/moco/last.pt moco_timm.pth
-    python -m paper.experiments.convert --encoder-only runs/main/last.pt encoder.pt
 
 --from-timm takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise)
 or the base encoder of moco-v3's checkpoint. Evaluations read its file; no training begins from it.
@@ -65,7 +64,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser()
     what = parser.add_mutually_exclusive_group(required=True)
-    for flag in ("--from-timm", "--to-timm", "--encoder-only"):
+    for flag in ("--from-timm", "--to-timm"):
         what.add_argument(flag, nargs=2, metavar=("FROM", "TO"))
     parser.add_argument("--heads", type=int, default=0, help="attention heads, for --from-timm")
     return parser.parse_args(argv)
@@ -73,15 +72,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def convert(args: Namespace) -> None:
     """Read a file and write the other."""
-    source, target = args.from_timm or args.to_timm or args.encoder_only
+    source, target = args.from_timm or args.to_timm
     if args.from_timm:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = from_timm(state, args.heads)
     else:
-        state = ser.load(source)
-        state = {name: state[name] for name in ("step", "settings", "encoder")}
-    if args.to_timm:
-        state = to_timm(state)
+        state = to_timm(ser.load(source))
 
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)

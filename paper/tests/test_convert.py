@@ -69,10 +69,6 @@ def test_unknown_heads_are_asked_for(tmp_path):
         run("--from-timm", tmp_path / "weights.pth", tmp_path / "new.pt")
 
 
-def test_a_late_cls_does_not_go_to_timm_and_encoder_only_keeps_what_evaluations_read(tmp_path):
+def test_a_late_cls_does_not_go_to_timm(tmp_path):
     with pytest.raises(SystemExit, match="after block 1"):
         run("--to-timm", toy_checkpoint(tmp_path), tmp_path / "timm.pth")
-    run("--encoder-only", tmp_path / "last.pt", tmp_path / "small.pt")
-    kept = ser.load(tmp_path / "small.pt")
-    whole = ser.load(tmp_path / "last.pt")
-    assert str(kept) == str({name: whole[name] for name in ("step", "settings", "encoder")})
