@@ -27,6 +27,7 @@ import json
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
 
@@ -355,7 +356,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). Two measures say how nearly these maps agree. Choice: A.2 has the cosine;
-# retrieval, and the untrained encoder beside the trained one, are ours.
+# retrieval, and the untrained encoder beside the trained one, are ours. Retrieval is also
+# measured between copies with a colour jitter each, as otherwise the mean colour of a patch
+# finds almost every token, without any knowledge of shape.
 def cosine(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """A.2's score, the mean cosine of the tokens of two maps (B, D, H, W)."""
     return F.cosine_similarity(moved_map, map_of_moved).mean().item()
@@ -393,33 +396,49 @@ def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
     return g
 
 
+def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, as strong as
+    in training, and normalise them."""
+    def sample(middle: float, width: float) -> Tensor:
+        return middle + width * (2 * torch.rand(len(x), generator=generator) - 1)
+
+    none = torch.zeros(len(x))
+    aug = ser.Augmentation(
+        brightness=sample(1, 0.4), contrast=sample(1, 0.4), saturation=sample(1, 0.2),
+        hue=sample(0, 0.1), gray=none, blur=none, solarize=none)
+    return ser.photometric(x, aug, order=torch.arange(4))
+
+
 @torch.no_grad()
 def equivariance(measure: Callable, sample: Callable, f1: Callable, images: Tensor, patch: int,
-                 element: str) -> list[float]:
+                 element: str, change: Callable = nn.Identity()) -> list[float]:
     """The mean of measure(rho_g(f1(x)), f1(rho_g(x))) over parts x of 32 images, where g =
-    sample(element, ...). f1 makes a list of maps, and each of them gets a value."""
+    sample(element, ...). f1 makes a list of maps, and each of them gets a value. f1 sees both
+    copies, x and rho_g(x), after `change`."""
     totals = 0.0
     for part, x in enumerate(images.split(32)):
         g = sample(element, part, len(x), images.shape[-1] // patch)
-        moved_maps = [rho(g, h) for h in f1(x)]
-        maps_of_moved = f1(rho(g, x, patch))
+        moved_maps = [rho(g, h) for h in f1(change(x))]
+        maps_of_moved = f1(change(rho(g, x, patch)))
         values = [measure(*pair) for pair in zip(moved_maps, maps_of_moved)]
         totals += len(x) * torch.tensor(values, dtype=torch.float64)
     return (totals / len(images)).tolist()
 
 
-def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
+def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
+              change: Callable = nn.Identity()) -> float:
     """How often a token finds itself in the moved image, among the tokens of 32 images, as a
     share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
     (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them, where n should be a
     multiple of 32, as a part with fewer images is easier. element: what moves them, "rot90",
-    "hflip" or "scale". Raises ValueError for images that are not square, or do not consist of
-    patches, and for maps of another size."""
+    "hflip" or "scale". change: a function that alters images at random, called on each of the
+    two copies before f1, such as a colour jitter. Raises ValueError for images that are not
+    square, or do not consist of patches, and for maps of another size."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
     shares = equivariance(
-        share_found, sample_moving, lambda x: [f1(x)], images, patch, element)
+        share_found, sample_moving, lambda x: [f1(x)], images, patch, element, change)
     return shares[0]
 
 
@@ -559,17 +578,21 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
     """Rows of all elements, by 512 images, spread over val, as folders are sorted by class."""
     places = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[place][0] for place in places.tolist()])
-    images = ser.normalise(pixels.to(encoder.cls_token.device) / 255)
-
+    pixels = pixels.to(encoder.cls_token.device) / 255
+    images = ser.normalise(pixels)
     f1 = maps_after(encoder, blocks)
+    patch = encoder.patch_size
 
     rows = []
     for element in ser.ELEMENTS:
-        of = (f1, images, encoder.patch_size, element)
-        cosines = equivariance(cosine, sample_relative, *of)
-        shares = equivariance(share_found, sample_moving, *of)
-        for block, score, share in zip(blocks, cosines, shares):
-            values = {f"{element} cosine": score, f"{element} retrieval": share}
+        change = partial(jitter, generator=ser.rng("jitter", element))
+        found = {
+            "cosine": equivariance(cosine, sample_relative, f1, images, patch, element),
+            "retrieval": equivariance(share_found, sample_moving, f1, images, patch, element),
+            "retrieval with jitter": equivariance(
+                share_found, sample_moving, f1, pixels, patch, element, change)}
+        for place, block in enumerate(blocks):
+            values = {f"{element} {name}": values[place] for name, values in found.items()}
             rows += make_rows(values, "val", None, block)
     return rows
 

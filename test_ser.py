@@ -8,6 +8,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""     # before torch looks: tests compare 
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import json
@@ -1036,7 +1037,8 @@ def test_batch_norm_is_that_of_all_gpus(kind, ranks, wanted, folder, monkeypatch
 
 def test_training_raises_retrieval_over_its_control(tmp_path):
     images, _ = ser.synthetic_images(64, 16, seed=5)
-    images = ser.normalise(images / 255)
+    shown = images / 255
+    images = ser.normalise(shown)
     shares = []
     flags = ("--image-size 16 --depth 3 --cls-layer 2 --equiv-layers 2 --group rot90 --ratio 0.5 "
              "--moco-hidden 64 --epochs 0.25 --warmup-epochs 0.1 --base-lr 0.04")
@@ -1052,6 +1054,8 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
         colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
         assert eval_linear.retrieval(colours, images, 4) > 0.95
+    jitter = functools.partial(eval_linear.jitter, generator=ser.rng("any"))
+    assert eval_linear.retrieval(colours, shown, 4, change=jitter) < 0.1
     with pytest.raises(ValueError, match="square"):
         eval_linear.retrieval(f1, images[..., :8], 4)
     with pytest.raises(ValueError, match="255"):
@@ -1358,12 +1362,29 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     assert [label for _, label in folder] == wanted
 
 
+def plain_jitter(images, generator):
+    """torchvision's, one image after another, with factors as wide as in training."""
+    n = len(images)
+    draws = [2 * torch.rand(n, generator=generator) - 1 for _ in range(4)]
+    jittered = []
+    for image, b, c, s, h in zip(images, *[draw.tolist() for draw in draws]):
+        image = TF.adjust_brightness(image, 1 + 0.4 * b)
+        image = TF.adjust_contrast(image, 1 + 0.4 * c)
+        image = TF.adjust_saturation(image, 1 + 0.2 * s)
+        jittered.append(TF.adjust_hue(image, 0.1 * h))
+    return ser.normalise(torch.stack(jittered))
+
+
 @torch.no_grad()
 def plain_equivariance(f, images, kind):
-    """The mean cosine and the share of tokens found, in parts of 32 images, by A.2."""
+    """By A.2, in parts of 32 images: the mean cosine, and the shares of tokens found, without
+    and with jitter."""
     cosines = []
     found = []
-    for part, x in enumerate(images.split(32)):
+    found_jittered = []
+    generator = ser.rng("jitter", kind)
+    for part, pixels in enumerate(images.split(32)):
+        x = ser.normalise(pixels)
         g1 = sample_geometry(len(x), 4, [kind], ser.rng(kind, part, 1))
         g2 = sample_geometry(len(x), 4, [kind], ser.rng(kind, part, 2))
         g = relative(g2, g1)
@@ -1375,19 +1396,23 @@ def plain_equivariance(f, images, kind):
             h = g2._replace(flip=torch.ones(len(x)).bool())
         if kind == "rot90":
             h = g2._replace(turns=torch.arange(len(x)) % 3 + 1)
-        z = slow_rho(h, f(x)).flatten(2).mT.flatten(0, 1)
-        z_prime = f(slow_rho(h, x, 4)).flatten(2).mT.flatten(0, 1)
-        for i, token in enumerate(z):
-            found.append(F.cosine_similarity(token, z_prime).argmax() == i)
+        plain = (x, slow_rho(h, x, 4), found)
+        first = plain_jitter(pixels, generator)
+        jittered = (first, plain_jitter(slow_rho(h, pixels, 4), generator), found_jittered)
+        for still, moved, hits in (plain, jittered):
+            z = slow_rho(h, f(still)).flatten(2).mT.flatten(0, 1)
+            z_prime = f(moved).flatten(2).mT.flatten(0, 1)
+            for i, token in enumerate(z):
+                hits.append(F.cosine_similarity(token, z_prime).argmax() == i)
 
-    return sum(cosines) / len(cosines), sum(found) / len(found)
+    shares = (sum(hits).item() / len(hits) for hits in (found, found_jittered))
+    return torch.stack(cosines).mean().item(), *shares
 
 
 @parametrize("kind, layer, n", [("rot90", 2, 34), ("hflip", 4, 34), ("scale", 1, 32)])
 def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
     encoder = toy_vit()
     images = pixels(n, 3, 16, 16)
-    x = ser.normalise(images / 255)
 
     def f(x):
         h = encoder(x, [layer]).maps[layer].movedim(1, -1)
@@ -1395,8 +1420,9 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
         return h.movedim(-1, 1)
 
     rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [layer, 3])
-    cosine, share = plain_equivariance(f, x, kind)
-    wanted = {f"{kind} cosine": cosine.item(), f"{kind} retrieval": share.item()}
+    cosine, share, jittered = plain_equivariance(f, images / 255, kind)
+    wanted = {f"{kind} cosine": cosine, f"{kind} retrieval": share,
+              f"{kind} retrieval with jitter": jittered}
     check_values(rows, wanted, set="val", block=layer)
 
 
