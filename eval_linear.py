@@ -105,7 +105,7 @@ def fingerprint(encoder: ViT) -> str:
     return digest.hexdigest()[:16]
 
 
-def load(args: Namespace) -> Checkpoint:
+def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once, for all ranks. A run that goes on may replace the file at any
     time. Exits with one sentence if --data does not suit it."""
     if args.data and not args.checkpoint:
@@ -113,14 +113,14 @@ def load(args: Namespace) -> Checkpoint:
     args.checkpoint = args.checkpoint or "runs/ser/last.pt"
 
     ranks, rank = ser.ranks_and_rank()
-    states = [ser.load(args.checkpoint) if rank == 0 else None]
+    states = [ser.load_checkpoint(args.checkpoint) if rank == 0 else None]
     if ranks > 1:
         dist.broadcast_object_list(states)
     state = states[0]
     settings = state["settings"]
     if settings["data"] and not args.data:
         sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
-    encoder = ser.restore_encoder(state)
+    encoder = ser.encoder_of(state)
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 
@@ -177,7 +177,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows of a set called "train" or "crops" would seem to be of the training images.
+        # Whoever reads the rows would take "train" and "crops" for the training images.
         taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
@@ -379,7 +379,7 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 
 
 def sample_relative(element: str, part: int, images: int, grid: int) -> Geometry:
-    """g = g2 g1^-1 of two sampled views, as in training. Some images stay as they are."""
+    """g = g2 g1^-1 of two sampled views, by one kind of motion. Some images stay as they are."""
     g1 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 1))
     g2 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     return ser.relative(g2, g1)
@@ -410,16 +410,16 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def equivariance(measure: Callable, sample: Callable, f1: Callable, images: Tensor, patch: int,
-                 element: str, change: Callable = nn.Identity()) -> list[float]:
-    """The mean of measure(rho_g(f1(x)), f1(rho_g(x))) over parts x of 32 images, where g =
-    sample(element, ...). f1 makes a list of maps, and each of them gets a value. f1 sees both
-    copies, x and rho_g(x), after `change`."""
+def equivariance(measure: Callable, sample: Callable, maps_of: Callable, images: Tensor,
+                 patch: int, element: str, change: Callable = nn.Identity()) -> list[float]:
+    """The mean of measure(rho_g(h(x)), h(rho_g(x))) over parts x of 32 images, where g =
+    sample(element, ...). maps_of(x) is a list of maps, and each h of them gets a value. Both
+    copies, x and rho_g(x), pass `change` before."""
     totals = 0.0
     for part, x in enumerate(images.split(32)):
         g = sample(element, part, len(x), images.shape[-1] // patch)
-        moved_maps = [rho(g, h) for h in f1(change(x))]
-        maps_of_moved = f1(change(rho(g, x, patch)))
+        moved_maps = [rho(g, h) for h in maps_of(change(x))]
+        maps_of_moved = maps_of(change(rho(g, x, patch)))
         values = [measure(*pair) for pair in zip(moved_maps, maps_of_moved)]
         totals += len(x) * torch.tensor(values, dtype=torch.float64)
     return (totals / len(images)).tolist()
@@ -445,13 +445,13 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
     """The function that takes images to the list of token maps after blocks. Choice: those of
     the last block, A.2's "final representation", are after the final LayerNorm."""
-    def f1(x: Tensor) -> list[Tensor]:
+    def maps_of(x: Tensor) -> list[Tensor]:
         maps = encoder(x, blocks).maps
         if encoder.depth in maps:
             tokens = maps[encoder.depth].movedim(1, -1)
             maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
         return [maps[block] for block in blocks]
-    return f1
+    return maps_of
 
 
 # ==== 7. Results: rows that say what made them ============================================
@@ -476,8 +476,8 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     the evaluation and the fingerprint of the weights. Rows are of the trained encoder if they
     name no other one. The training settings of these weights stand under "checkpoints".
 
-    New rows stand at the end. An older row that is equal but for its value, and the number of
-    classes that there were, is dropped."""
+    New rows stand at the end. They replace older rows that differ in the value alone, or also
+    in the number of classes: a folder of images that was still being copied had fewer."""
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
     rows = [made_by | row for row in rows]
     rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
@@ -488,9 +488,11 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     file["checkpoints"][checkpoint.weights] = training
 
-    replaced = {"value": None, "classes": None}
-    keys = [row | replaced for row in rows]
-    older = [row for row in file["rows"] if row | replaced not in keys]
+    def key(row: dict) -> dict:
+        return {name: row[name] for name in row if name not in ("value", "classes")}
+
+    keys = [key(row) for row in rows]
+    older = [row for row in file["rows"] if key(row) not in keys]
     file["rows"] = older + rows
 
     unfinished = path.with_suffix(".tmp")
@@ -576,23 +578,23 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list[dict]:
     """Rows of all elements, by 512 images, spread over val, as folders are sorted by class."""
-    places = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
-    pixels = torch.stack([val[place][0] for place in places.tolist()])
+    chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
+    pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
     images = ser.normalise(pixels)
-    f1 = maps_after(encoder, blocks)
+    maps_of = maps_after(encoder, blocks)
     patch = encoder.patch_size
 
     rows = []
     for element in ser.ELEMENTS:
         change = partial(jitter, generator=ser.rng("jitter", element))
         found = {
-            "cosine": equivariance(cosine, sample_relative, f1, images, patch, element),
-            "retrieval": equivariance(share_found, sample_moving, f1, images, patch, element),
+            "cosine": equivariance(cosine, sample_relative, maps_of, images, patch, element),
+            "retrieval": equivariance(share_found, sample_moving, maps_of, images, patch, element),
             "retrieval with jitter": equivariance(
-                share_found, sample_moving, f1, pixels, patch, element, change)}
-        for place, block in enumerate(blocks):
-            values = {f"{element} {name}": values[place] for name, values in found.items()}
+                share_found, sample_moving, maps_of, pixels, patch, element, change)}
+        for i, block in enumerate(blocks):
+            values = {f"{element} {name}": of_blocks[i] for name, of_blocks in found.items()}
             rows += make_rows(values, "val", None, block)
     return rows
 
@@ -600,7 +602,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
 def evaluate(args: Namespace) -> list[dict]:
     """Evaluate a checkpoint: write its rows and the best linear head, then print a table."""
     device = ser.setup()
-    checkpoint = load(args)
+    checkpoint = read_checkpoint(args)
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)

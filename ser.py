@@ -19,10 +19,12 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method. Of the paper's Algorithm 1, section 2 makes the batch and
-its views, and SER.forward in section 6 is what follows, up to the loss. `Paper:` marks what
-the paper prescribes, `Choice:` what it leaves open or where we depart from it. "The release"
-is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method, but for the operations of the colour jitter and the blur,
+which section 9 has. Of the paper's Algorithm 1, section 2 makes the batch and its views, and
+SER.forward in section 6 is what follows, up to the loss. `Paper:` marks a detail that the
+paper prescribes. `Choice:` marks what it leaves open, or what we do otherwise, and then says
+what the paper has. "The release" is the authors' code, github.com/aitrics-chris/SER at
+dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -106,9 +108,10 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # Let Q be a quarter turn and M the flip, so that g1 is Q^t1 M^m1, m1 flips and then t1
-    # turns. A flipped image turns the other way round, that is M Q = Q^-1 M. Hence, with
-    # s = -1 if m1 != m2, else 1,
+    # Let Q be a quarter turn, M the flip, and S1 the scaling of g1, so that g1 is
+    # S1 Q^t1 M^m1: m1 flips, then t1 turns, then the scaling, of which more below. A flipped
+    # image turns the other way round, that is M Q = Q^-1 M. Hence, without the scalings and
+    # with s = -1 if m1 != m2, else 1,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
     # For example, if g1 is one turn and g2 is the flip, g turns back and then flips, M Q^-1.
     # That is Q M, the flip and then one turn.
@@ -116,8 +119,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Every view shows the whole image, so its size is all that scaling has changed. To resize
-    # the turned map to the grid of g2 therefore undoes the scaling of g1 and makes that of g2.
+    # The scalings. Every view shows the whole image, so its size is all that they changed. To
+    # resize the turned map to the grid of g2 therefore undoes S1 and makes S2.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -191,11 +194,12 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
     steps_per_epoch = images // size
 
     for step in range(start, end):
-        epoch, place = divmod(step, steps_per_epoch)
-        if step == start or place == 0:
+        epoch, number = divmod(step, steps_per_epoch)
+        if step == start or number == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
-        batch = order[place * size:(place + 1) * size]
+        batch = order[number * size:(number + 1) * size]
 
+        # Both parts divide by R, as `check_settings` has made sure.
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
         items = [(epoch, index, False) for index in b1]
@@ -203,8 +207,9 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 
 
 # The views. T is MoCo-v3's. T_eq has rho_g in place of crop and flip, and jitters as T
-# does. The loader does what needs the image file. The device does the rest, for a whole
-# batch at once, where torchvision would jitter one image after the other.
+# does. The loader reads an image, crops, flips and resizes it, and samples the numbers of its
+# jitter. The device moves b2 and jitters a whole batch at once, where torchvision would
+# jitter one image after the other.
 #
 #   T               made by    probability    range                       T_eq has
 #                              in views 1, 2
@@ -220,18 +225,18 @@ class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
-    blur: float                     # probability, as all that follow
-    solarize: float
-    flip: float = 0.5
-    jitter: float = 0.8
-    gray: float = 0.2
+    p_blur: float                   # probabilities
+    p_solarize: float
+    p_flip: float = 0.5
+    p_jitter: float = 0.8
+    p_gray: float = 0.2
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view of an image; the defaults do nothing. The crop and its
-    flip have been made, and are kept for baselines in paper/methods, which predict them. The
-    jitter is still to be made, by `photometric`. These are the numbers of one image. When
-    the loader has collated those of a batch, each field is a tensor (B,)."""
+    """What was sampled for a view of an image; the defaults do nothing. The loader has made
+    the crop and its flip, which are here for baselines in paper/methods that predict them.
+    `photometric` makes the rest. These are the numbers of one image. When the loader has
+    collated those of a batch, each field is a tensor (B,)."""
     top: float = 0.0                # of the crop, share of the image, as the next three
     left: float = 0.0
     height: float = 1.0
@@ -261,7 +266,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
         top, left, height, width = RandomResizedCrop.get_params(
             image, settings.area, (3 / 4, 4 / 3))
         image = image[:, top:top + height, left:left + width]
-        flip = random.random() < settings.flip
+        flip = random.random() < settings.p_flip
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
     # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square, which rho_g
@@ -270,18 +275,18 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    if random.random() < settings.jitter:
+    if random.random() < settings.p_jitter:
         aug = aug._replace(
             brightness=random.uniform(0.6, 1.4),
             contrast=random.uniform(0.6, 1.4),
             saturation=random.uniform(0.8, 1.2),
             hue=random.uniform(-0.1, 0.1))
-    if random.random() < settings.blur:
+    if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
         aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
     aug = aug._replace(
-        gray=random.random() < settings.gray,
-        solarize=random.random() < settings.solarize)
+        gray=random.random() < settings.p_gray,
+        solarize=random.random() < settings.p_solarize)
     return pixels, aug
 
 
@@ -316,8 +321,8 @@ class Dataset(torch.utils.data.Dataset):
 def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """The data set of a run, with the two views of the table above."""
     area = (args.crop_min, 1.0)
-    view1 = ViewSettings(args.image_size, area, blur=1.0, solarize=0.0)
-    view2 = ViewSettings(args.image_size, area, blur=0.1, solarize=0.2)
+    view1 = ViewSettings(args.image_size, area, p_blur=1.0, p_solarize=0.0)
+    view2 = ViewSettings(args.image_size, area, p_blur=0.1, p_solarize=0.2)
     return Dataset(source, (view1, view2), args.seed)
 
 
@@ -345,8 +350,8 @@ def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
         (adjust_contrast, aug.contrast),
         (adjust_saturation, aug.saturation),
         (shift_hue, aug.hue)]
-    for place in order.tolist():
-        operation, factor = colour_jitter[place]
+    for index in order.tolist():
+        operation, factor = colour_jitter[index]
         x = operation(x, column(factor))
 
     gray = rgb_to_grayscale(x, num_output_channels=3)
@@ -391,8 +396,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
         b2 = g = None
         if B2 > 0:
-            # Every rank samples g for all ranks and keeps its own, so all share a grid, as
-            # patch_ntxent gathers maps of one size.
+            # Every rank samples g for all ranks and keeps its own. So all share a grid, which
+            # patch_ntxent needs, because it gathers maps of one size.
             generator = rng(args.seed, "geometry", step, number)
             grid = pixels.shape[-1] // args.patch_size
             of_all = sample_geometry(ranks * B2, grid, args.group, generator)
@@ -513,7 +518,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """The gather of several ranks."""
+    """`gather`, of more ranks than one."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -524,7 +529,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         # A rank's x entered the loss of every rank, so its gradient is the sum over all these
-        # losses. DDP, which takes means, then divides by R.
+        # losses. DDP then divides it by R, because it takes means.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
@@ -550,7 +555,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
     tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2), of any float dtype; the loss is
     computed in fp32. Anchors are those of this rank and keys those of all ranks, so the
     mean over ranks is the loss of the whole batch. All ranks must have the same B and N.
-    Raises ValueError if z and z_prime differ in shape, or if no rank has another image."""
+    Raises ValueError if z and z_prime differ in shape, or there is but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
@@ -565,7 +570,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         positive = (z * z_prime).sum(-1) / temperature
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)
 
-        # own[i] is the place of image i in keys. same[i, m] says that key image m is anchor
+        # own[i] is the row of image i in keys. same[i, m] says that key image m is anchor
         # image i itself, whose 2N tokens are no negatives. On the second of two ranks with
         # two images each:
         #               m = 0 1 2 3
@@ -714,9 +719,9 @@ class SER(nn.Module):
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # L_equiv is computed with weight 0, too, so that the control differs in nothing else.
-        # Unlike in the release, its gradient reaches f1, by both views. paper/README has all
-        # that the release does in another way than the paper.
+        # With weight 0 it is computed, too, so that the control differs in nothing else.
+        # In the release, L_equiv has no gradient, as its gather drops it. Here the gradient
+        # reaches f1 by both views. paper/README has all other differences.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -888,7 +893,7 @@ def save(path: Path, **state: Any) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """What a checkpoint holds. Exits with one sentence if it is not one of ser.py's."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
@@ -899,11 +904,11 @@ def load(path: str | Path) -> dict[str, Any]:
 
 def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
-    return restore_encoder(load(path))
+    return encoder_of(load_checkpoint(path))
 
 
-def restore_encoder(state: dict[str, Any]) -> ViT:
-    """The encoder of what `load` returned, in eval mode."""
+def encoder_of(state: dict[str, Any]) -> ViT:
+    """The encoder of what `load_checkpoint` returned, in eval mode."""
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()
@@ -911,7 +916,7 @@ def restore_encoder(state: dict[str, Any]) -> ViT:
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
     """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
-    state = load(path)
+    state = load_checkpoint(path)
     saved = state["settings"]
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
@@ -996,8 +1001,9 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         done = step + 1
         saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
-            # On every rank, as the log has means over ranks. It exits if one is not finite.
-            record(log, bar, done, losses, optimizer.param_groups[0]["lr"])
+            # On every rank, as the log has means over ranks. A loss that is not finite ends the
+            # run here, before it is saved.
+            log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if saves and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),     # what evaluations read
@@ -1199,7 +1205,7 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
 
 
-def record(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
     """Log means over ranks. Exits with one sentence if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()

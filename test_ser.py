@@ -357,7 +357,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     x[:, :, 1] = x[:, :, 1].round()
     x[:, :, 15] = 128 / 255
 
-    settings = ViewSettings(224, (0.08, 1.0), blur=0.5, solarize=0.5)
+    settings = ViewSettings(224, (0.08, 1.0), p_blur=0.5, p_solarize=0.5)
     dataset = ser.Dataset(pixels(64, 3, 2, 2), [settings], seed=3)
     (_, aug), = default_collate([dataset[0, i, True] for i in range(64)])
 

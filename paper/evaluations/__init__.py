@@ -42,7 +42,7 @@ def load_several(args: Namespace) -> list[Checkpoint]:
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]
-    return [eval_linear.load(path) for path in paths]
+    return [eval_linear.read_checkpoint(path) for path in paths]
 
 
 def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,

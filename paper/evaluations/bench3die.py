@@ -80,7 +80,7 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
 
 def evaluate(args: Namespace, device: torch.device) -> None:
     """Train and score the heads, write the result and print it."""
-    checkpoint = eval_linear.load(args)
+    checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "bench3die.json")
     sets = load_sets(args, checkpoint.settings["image_size"])
 

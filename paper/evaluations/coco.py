@@ -185,7 +185,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
 
         done = step + 1
         if done % args.save_every == 0 or done == args.iterations:
-            ser.record(log, bar, done, {"loss": loss, **losses}, lr)
+            ser.log_and_check(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
                 encoder = model.backbone.encoder.state_dict()     # as in all checkpoints
                 ser.save(path, step=done, settings=run, model=model.state_dict(),
@@ -230,7 +230,7 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
 
 def evaluate(args: Namespace, device: torch.device) -> None:
     """Train the detector, or go on with it; measure its AP, write and print it."""
-    checkpoint = eval_linear.load(args)
+    checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "coco.json")
     train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)

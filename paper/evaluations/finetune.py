@@ -137,7 +137,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
             bar.update(args.batch_size)
 
         done = step + 1
-        ser.record(log, bar, done, {"loss": loss}, lr)
+        ser.log_and_check(log, bar, done, {"loss": loss}, lr)
         if rank == 0:
             ser.save(path, step=done, settings=run, model=model.state_dict(),
                      encoder=model.encoder.state_dict(), optimizer=optimizer.state_dict())
@@ -145,7 +145,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
 
 def evaluate(args: Namespace, device: torch.device) -> None:
     """Fine-tune an encoder, or go on with it; score it, write the result and print it."""
-    checkpoint = eval_linear.load(args)
+    checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "finetune.json")
 
     sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])

@@ -60,7 +60,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--turned", default="", help="folder of the validation classes, whose images are turned")
     add("--batch-size", type=ser.count, default=1024, help="images per pass, over all ranks")
     args = parser.parse_args(argv)
-    args.data = args.c or args.p or args.turned     # eval_linear.load asks for it
+    args.data = args.c or args.p or args.turned     # eval_linear.read_checkpoint asks for it
     if not args.data:
         parser.error("--imagenet-c, --imagenet-p or --turned must name a folder")
     return args
@@ -201,7 +201,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     _, rank = ser.ranks_and_rank()
     roots = {"C": args.c, "P": args.p, "turned": args.turned}
     folders = {kind: find_sets(kind, root) for kind, root in roots.items() if root}
-    checkpoint = eval_linear.load(args)
+    checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "robustness.json")
     head = load_head(args, checkpoint, device)
     encoder = checkpoint.encoder.to(device)

@@ -77,7 +77,7 @@ def convert(args: Namespace) -> None:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = from_timm(state, args.heads)
     else:
-        state = to_timm(ser.load(source))
+        state = to_timm(ser.load_checkpoint(source))
 
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)

@@ -84,7 +84,7 @@ def build(args: Namespace) -> ESSL:
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """Images with two views, made by T, and the small crop."""
     # Choice: blur is proportional to the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
-    small = ViewSettings(args.local_size, args.local_area, blur=0.1, solarize=0.0)
+    small = ViewSettings(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
     return ser.Dataset(source, addon.view_settings(args) + [small], args.seed)
 
 

@@ -44,7 +44,7 @@ def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     # local size, moved by a g of its own, as 3.2 says of all views. The release jitters all
     # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
     # Choice: blur is as likely as in DINO and the release; grayscale is as in DINO alone.
-    local = ser.ViewSettings(args.local_size, args.local_area, blur=0.5, solarize=0.0)
+    local = ser.ViewSettings(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.Dataset(source, [first, second, local, local, local, local], args.seed)
 
 

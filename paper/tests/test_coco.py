@@ -110,7 +110,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert first != second, "all epochs have one order"
     assert 0 < sum(flips) < 16
-    last_rate = ser.load(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]["lr"]
+    last_rate = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]["lr"]
     assert last_rate == coco.lr_at(3, args)
 
     with stopped_after_3(monkeypatch):

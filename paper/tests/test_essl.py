@@ -23,7 +23,7 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
 def test_the_third_view_is_a_small_crop_with_moco_v3s_jitter():
     """--local-size and --local-area are its own; T of views 1 and 2 stays."""
     args = essl.settings("--local-size 64 --local-area 0.2 0.3".split())
-    small = ser.ViewSettings(64, [0.2, 0.3], blur=0.1, solarize=0.0)
+    small = ser.ViewSettings(64, [0.2, 0.3], p_blur=0.1, p_solarize=0.0)
     wanted = [*ser.two_views([], args).view_settings, small]
     assert essl.dataset([], args).view_settings == wanted
     assert "--local-size 9: " in sentence(essl.settings, ["--local-size", "9"])

@@ -88,7 +88,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
     assert (linear["epochs"], linear["b2"]) == (1, 2)
-    assert ser.load(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
+    assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
     assert {path.name for path in out.glob("*.png")} == {"results.png"}
 
     # Copies of other images, and two rows of one run and seed, are no results of this run.
@@ -155,7 +155,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
     ("paper/README.md", "| | MoCo-v3 | control | SER, lambda .1",
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
     ("paper/README.md", "| 10 epochs |", "MoCo-v3; SER", "--epochs 10"),
-    ("paper/README.md", "| 100 epochs |", "control; SER-0.1", "--epochs 100")])
+    ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     """Mean and std; where b2 has four images, also those of the difference to the control."""
     pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ from test_ser import close, noise, sentence
 def test_the_views_are_two_global_and_four_local_crops():
     """A.1 and DINO: 2 of MoCo-v3, then 4 small ones."""
     args = multicrop.settings("--local-size 64 --local-area 0.1 0.3".split())
-    local = ser.ViewSettings(64, [0.1, 0.3], blur=0.5, solarize=0.0)
+    local = ser.ViewSettings(64, [0.1, 0.3], p_blur=0.5, p_solarize=0.0)
     wanted = [*ser.two_views([], args).view_settings, local, local, local, local]
     assert list(multicrop.six_views([], args).view_settings) == wanted
     assert "--local-size 9: " in sentence(multicrop.settings, ["--local-size", "9"])

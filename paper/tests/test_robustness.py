@@ -69,7 +69,7 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
 
     def load(*flags):
         args = robustness.settings(["--checkpoint", path, "--c", "C", *flags])
-        return robustness.load_head(args, eval_linear.load(args), torch.device("cpu"))
+        return robustness.load_head(args, eval_linear.read_checkpoint(args), torch.device("cpu"))
 
     assert "eval_linear.py" in sentence(load)
     one = toy_head(path, "head-one.pt")
@@ -104,8 +104,8 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     line = ["--checkpoint", toy_checkpoint(tmp_path), "--p", str(tmp_path), "--workers", "0"]
     toy_head(line[1])
     args = robustness.settings(line)
-    encoder = eval_linear.load(args).encoder
-    head = robustness.load_head(args, eval_linear.load(args), torch.device("cpu"))
+    encoder = eval_linear.read_checkpoint(args).encoder
+    head = robustness.load_head(args, eval_linear.read_checkpoint(args), torch.device("cpu"))
     scores = []
     resized = []
     for number in range(6):

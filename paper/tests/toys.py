@@ -49,7 +49,7 @@ def call(module, *words):
 def stopped_after_3(monkeypatch):
     """Within it, the training must end with an error when it would record its fourth step."""
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
-        stop.setattr(ser, "record", lambda log, bar, step, *_: 1 // (4 - step))
+        stop.setattr(ser, "log_and_check", lambda log, bar, step, *_: 1 // (4 - step))
         yield
 
 
