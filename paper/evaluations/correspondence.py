@@ -1,16 +1,15 @@
-r"""What SER does, seen: where a token of a photograph finds its counterpart after a quarter turn.
+r"""What SER does, seen: which patches of a photograph find themselves after a quarter turn.
 
     python -m paper.evaluations.correspondence --data /imagenet/val \
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
-of the first three classes: the photograph and the copy turned by 90 degrees, with a patch marked;
-and for each checkpoint how similar the marked token of the photograph is to every token of the
-copy (black 0, yellow 1), with the true place marked. "Retrieval", which `eval_linear.py
---equivariance` prints, is the share of tokens that find their counterparts, in many images.
+of the first three classes: the photograph, its turned copy, and for each checkpoint the copy once
+more, bright where a token is found. That is where, of all tokens of the copy, it is the most
+similar one to its counterpart in the photograph. "Retrieval", which `eval_linear.py --equivariance`
+prints, is the share of these tokens in many images, where it looks among those of 32 images.
 """
 from argparse import Namespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,25 +31,15 @@ def turn(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def similarities(encoder: ser.ViT, photo: Tensor, marked: Tensor, layer: int) -> Tensor:
-    """The cosine similarity (H, W) of the marked token of a photograph (3, S, S) in [0, 1] to
-    every token of its turned copy, after a block. marked: (H, W), True at one token."""
+def found(encoder: ser.ViT, photo: Tensor, layer: int) -> Tensor:
+    """Whether each token of the turned copy of a photograph (3, S, S) in [0, 1] is found, after a
+    block, by the token of the photograph that the turn brings to its place; (H, W) bool."""
     both = torch.stack([photo, turn(photo)])
     still, moved = encoder(ser.normalise(both), [layer]).maps[layer]              # (D, H, W)
-    token = still[:, marked]                                                      # (D, 1)
-    return F.cosine_similarity(moved, token[:, :, None], dim=0)
-
-
-def draw(panel: Any, pixels: Tensor, marked: Tensor) -> None:
-    """Draw an image or a heat map, one unit of length a token, with a frame at the mark."""
-    height, width = marked.shape
-    panel.imshow(pixels.numpy(), "magma", vmin=0, vmax=1, extent=(0, width, height, 0))
-
-    row, column = marked.nonzero()[0].tolist()
-    x = [column, column + 1, column + 1, column, column]
-    y = [row, row, row + 1, row + 1, row]
-    panel.plot(x, y, color="cyan", linewidth=2)
-    panel.set(xticks=[], yticks=[])
+    z = F.normalize(turn(still).flatten(1), dim=0)                                # (D, N)
+    z_prime = F.normalize(moved.flatten(1), dim=0)
+    nearest = (z.T @ z_prime).argmax(1)
+    return (nearest == torch.arange(len(nearest))).view(moved.shape[1:])
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
@@ -62,31 +51,34 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
     layers = [layer for run in runs for layer in run.settings["equiv_layers"]]
 
-    # Chosen before looking: the first photograph of three classes, and a token above the centre,
-    # as a turn leaves a token at the centre where it is.
-    grid = runs[0].encoder.grid
-    crop = eval_linear.eval_transform(runs[0].settings["image_size"])
-    data = eval_linear.class_folder(args.data, crop)
-    photos = [data[data.targets.index(label)][0] / 255 for label in range(3)]
-    marked = torch.zeros(grid, grid, dtype=torch.bool)
-    marked[grid // 4, grid // 2] = True
+    # Chosen before looking: the first photograph of three classes.
+    size = runs[0].settings["image_size"]
+    as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))
+    as_shown = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
 
     columns = 2 + len(runs)
-    figure = Figure(figsize=(2.4 * columns, 7.4), layout="constrained")
+    figure = Figure(figsize=(2.4 * columns, 7.6), layout="constrained")
     panels = figure.subplots(3, columns)
-    titles = ["photograph", "turned", *args.label]
-    for panel, title in zip(panels[0], titles, strict=True):
-        panel.set_title(title)
+    for panel in panels.flat:
+        panel.set(xticks=[], yticks=[])
 
-    for row, photo in zip(panels, photos):
-        draw(row[0], photo.movedim(0, 2), marked)
-        draw(row[1], turn(photo).movedim(0, 2), turn(marked))
-        for panel, run in zip(row[2:], runs):
-            found = similarities(run.encoder, photo, marked, layers[0])
-            draw(panel, found, turn(marked))
+    for label, row in enumerate(panels):
+        index = as_seen.targets.index(label)
+        photo = as_seen[index][0] / 255
+        shown = as_shown[index][0] / 255
+        pictures = {"photograph": shown, "turned": turn(shown)}
+        for run, name in zip(runs, args.label, strict=True):
+            bright = found(run.encoder, photo, layers[0])
+            title = f"{name}: {bright.sum()} of {bright.numel()}"
+            light = F.interpolate(0.15 + 0.85 * bright[None, None].float(), shown.shape[1:])
+            pictures[title] = light[0] * turn(shown)
+
+        for panel, (title, picture) in zip(row, pictures.items()):
+            panel.set_title(title)
+            panel.imshow(picture.movedim(0, 2).numpy())
 
     figure.savefig(path)
-    print(f"similarities after block {layers[0]} are in {path}")
+    print(f"tokens after block {layers[0]} are in {path}")
 
 
 if __name__ == "__main__":
