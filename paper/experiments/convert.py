@@ -5,6 +5,7 @@
 
 --from-timm takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise)
 or the base encoder of moco-v3's checkpoint. Evaluations read its file; no training begins from it.
+The "untrained" encoder that they measure beside it has the first weights of ser.py, not its own.
 --to-timm is for runs with --cls-layer 0: their ViT computes what timm's does.
 """
 import math
