@@ -154,7 +154,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
      "retrieval, hflip, block 6; retrieval, scale, block 6; cosine, rot90, block 6", ""),
     ("paper/README.md", "| | MoCo-v3 | control | SER, lambda .1",
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
-    ("paper/README.md", "| 10 epochs |", "MoCo-v3; SER", "--epochs 10"),
+    ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER", "--epochs 10"),
     ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     """Mean and std; where b2 has four images, also those of the difference to the control."""
