@@ -1362,7 +1362,7 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     assert [label for _, label in folder] == wanted
 
 
-def plain_jitter(images, generator):
+def plain_colours(images, generator):
     """torchvision's, one image after another, with factors as wide as in training."""
     n = len(images)
     draws = [2 * torch.rand(n, generator=generator) - 1 for _ in range(4)]
@@ -1397,8 +1397,8 @@ def plain_equivariance(f, images, kind):
         if kind == "rot90":
             h = g2._replace(turns=torch.arange(len(x)) % 3 + 1)
         plain = (x, slow_rho(h, x, 4), found)
-        first = plain_jitter(pixels, generator)
-        jittered = (first, plain_jitter(slow_rho(h, pixels, 4), generator), found_jittered)
+        first = plain_colours(pixels, generator)
+        jittered = (first, plain_colours(slow_rho(h, pixels, 4), generator), found_jittered)
         for still, moved, hits in (plain, jittered):
             z = slow_rho(h, f(still)).flatten(2).mT.flatten(0, 1)
             z_prime = f(moved).flatten(2).mT.flatten(0, 1)
