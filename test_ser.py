@@ -1363,16 +1363,14 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
 
 
 def plain_colours(images, generator):
-    """torchvision's, one image after another, with factors as wide as in training."""
-    n = len(images)
-    draws = [2 * torch.rand(n, generator=generator) - 1 for _ in range(4)]
+    """Each of the images with a colour jitter of its own, as wide as in training."""
+    draws = [2 * torch.rand(len(images), generator=generator) - 1 for _ in range(4)]
     jittered = []
-    for image, b, c, s, h in zip(images, *[draw.tolist() for draw in draws]):
-        image = TF.adjust_brightness(image, 1 + 0.4 * b)
-        image = TF.adjust_contrast(image, 1 + 0.4 * c)
-        image = TF.adjust_saturation(image, 1 + 0.2 * s)
-        jittered.append(TF.adjust_hue(image, 0.1 * h))
-    return ser.normalise(torch.stack(jittered))
+    for image, b, c, s, h in zip(images, *draws):
+        drawn = Augmentation(brightness=1 + 0.4 * b, contrast=1 + 0.4 * c,
+                             saturation=1 + 0.2 * s, hue=0.1 * h)
+        jittered.append(plain_jitter(image, drawn, torch.arange(4)))
+    return torch.stack(jittered)
 
 
 @torch.no_grad()

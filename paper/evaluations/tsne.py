@@ -8,9 +8,7 @@ separation for several classes", without a number. We measure the features, too:
 (cosine; 1: classes far apart, 0: they overlap), and the 20-NN purity, the share of an image's 20
 nearest that are of its class (chance: 1 / 20). Another --seed has other classes.
 """
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +64,6 @@ def plot(panel: Any, features: Tensor, labels: Tensor, seed: int) -> None:
 def evaluate(args: Namespace, device: torch.device) -> None:
     """Encode, measure and plot; write the results and print them."""
     from matplotlib.figure import Figure
-    if Path(args.data, "train").is_dir():
-        sys.exit(f"--data {args.data}: name a folder of classes, such as {args.data}/val")
     runs = load_several(args)
     path = eval_linear.results_path(args, "tsne.json")
     figure = Figure(figsize=(5 * len(runs) + 1, 5.4), layout="constrained")

@@ -8,7 +8,6 @@ import ser
 from paper.evaluations import tsne
 from paper.evaluations.tsne import sample_classes, separation
 from paper.tests.toys import call, class_folders, toy_checkpoint, values
-from test_ser import sentence
 
 pytest.importorskip("sklearn")
 
@@ -41,10 +40,6 @@ def test_a_comparison_is_one_picture_with_its_numbers(tmp_path, monkeypatch):
     two = toy_checkpoint(tmp_path / "two", seed=1)
     call(tsne, "--data", val, "--checkpoint", one, two, "--label", "A", "B", "--classes=4",
          "--ready", "--workers=0")
-
-    class_folders(tmp_path / "train")
-    told = sentence(call, tsne, "--data", tmp_path, "--checkpoint", one)
-    assert told.endswith(f"{tmp_path}/val")     # train and val are no classes
 
     data = eval_linear.class_folder(val, v2.Resize((16, 16)))
     images = torch.stack([image for image, _ in data])
