@@ -2,11 +2,11 @@
 
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16 --print
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
-    python -m paper.experiments.imagenette --figures paper/experiments/imagenette.json
+    python -m paper.experiments.imagenette --show paper/experiments/imagenette.json
 
-The first line prints the command lines, the third draws tables and a picture from rows alone. Eight
-runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px, 13 hours of one
-CPU core. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2.
+The first line prints the command lines, the third prints tables from rows alone. Eight runs for
+each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px, 13 hours of one CPU
+core. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2.
 The paper has 20: their number, not their share r, says how many images a token is contrasted with.
 Flags of ser.py go to all runs; longer ones are `--epochs 100 --out runs/long`. Several processes
 can share the seeds, once the copies are there.
@@ -20,7 +20,6 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
-from statistics import mean
 
 import torch
 from PIL import Image, ImageOps
@@ -46,14 +45,10 @@ NAMES = [run.name for run in RUNS]
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
-SHOWN = {     # in the pictures
-    "untrained": "untrained", "MoCo-v3": "MoCo-v3", "control": "control",
-    "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
-
 
 def make_copies(data: str, folder: Path, side: int) -> None:
     """Write a copy of each image of data/train and data/val, its centre at side x side pixels. A
-    folder that has its name is whole, and its source.txt says of which images it is."""
+    folder that has its name is whole, and its source.txt says what its images are."""
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)     # of a copying that was stopped
     for source in Path(data).glob("*/*/*"):
@@ -61,13 +56,13 @@ def make_copies(data: str, folder: Path, side: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         image = Image.open(source).convert("RGB")
         ImageOps.fit(image, (side, side)).save(target, quality=95)
-    (unfinished / "source.txt").write_text(source_of(data))
+    (unfinished / "source.txt").write_text(source_of(data, side))
     unfinished.rename(folder)
 
 
-def source_of(data: str) -> str:
-    """What copies must be of: a folder, and a checksum of the names of its images."""
-    return f"{Path(data).resolve()} {ser.list_images(data)[1]}"
+def source_of(data: str, side: int) -> str:
+    """What copies must be: their side, their folder, and a checksum of the names there."""
+    return f"{side} px of {Path(data).resolve()} {ser.list_images(data)[1]}"
 
 
 def plain_attention(words: list[str]) -> None:
@@ -78,33 +73,10 @@ def plain_attention(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def draw(rows: list[dict], path: Path) -> None:
-    """Draw retrieval of turns after block 2 beside linear accuracy: bars of means, and a dot for
-    each seed whose row is there."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(11, 3.5), layout="constrained")
-    panels = figure.subplots(1, 2)
-    shown = [("rot90 retrieval", 2, 100), ("linear top-1 %", 6, 1)]
-    titles = ["retrieval of turns, %", "linear probe, top-1 %"]
-
-    for axes, name, (measure, block, unit) in zip(panels, titles, shown):
-        axes.set(title=name)
-        for run, label in SHOWN.items():
-            found = sweep.select(rows, run, measure, block)
-            if found:
-                values = [unit * row["value"] for row in found.values()]
-                title = f"{label}\n{mean(values):.1f}"
-                axes.bar(title, mean(values), color="C0" if "SER" in run else "lightgray")
-                dots = [] if None in found else values
-                axes.scatter([title] * len(dots), dots, color="black", s=12, zorder=2)
-    figure.savefig(path)
-
-
 def show(args: Namespace) -> None:
-    """Print the tables of files of rows, for the arm of these settings, and draw the pictures."""
-    folder = Path(args.out)
+    """Print the tables of files of rows, for the arm of these settings."""
     rows = []
-    for path in args.figures or folder.glob("*/rows.json"):
+    for path in args.show or Path(args.out).glob("*/rows.json"):
         rows += json.loads(Path(path).read_text())
     rows = [row for row in rows if args.arm.items() <= row.items()]
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
@@ -119,10 +91,6 @@ def show(args: Namespace) -> None:
         print(f"\nin brackets: the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
 
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(rows, folder / "results.png")
-    print(f"results are in {folder}")
-
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py. Rows are compared within an
@@ -130,7 +98,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = sweep.arguments("imagenette")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
-    source.add_argument("--figures", nargs="+", metavar="ROWS", help="only show rows of files")
+    source.add_argument("--show", nargs="+", metavar="ROWS", help="only show rows of files")
     parser.add_argument("--side", type=ser.count, help="copy the images, at this side, to OUT")
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES, help="runs to make")
     args, given = parser.parse_known_args(argv)
@@ -148,15 +116,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def main(args: Namespace) -> None:
     """Train and measure, then show the results."""
     if args.side and args.data:
-        copies = Path(args.out, f"images-{args.side}")
-        others = set(Path(args.out).glob("images-*[0-9]")) - {copies}
-        if others:
-            sys.exit(f"the runs of {args.out} are of {others.pop()}: name another --out")
+        copies = Path(args.out, "images")
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"
-        if source.exists() and source.read_text() != source_of(args.data):
-            sys.exit(f"{copies} has copies of {source.read_text()}: name another --out")
+        if source.exists() and source.read_text() != source_of(args.data, args.side):
+            sys.exit(f"{copies} has copies with {source.read_text()}: name another --out")
         args.data = str(copies)
 
     if args.data:

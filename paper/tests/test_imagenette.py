@@ -62,7 +62,6 @@ def test_copies_are_centre_squares(tmp_path):
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     """By plain attention, on copies, with heads of three seeds."""
-    pytest.importorskip("matplotlib")
     plain = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -88,16 +87,15 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
     assert (linear["epochs"], linear["b2"]) == (1, 2)
-    assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images-18")
-    assert {path.name for path in out.glob("*.png")} == {"results.png"}
+    assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images")
 
     # Copies of other images, and two rows of one run and seed, are no results of this run.
     other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
-    assert "images-18" in sentence(imagenette.main, other)
+    assert "18 px of" in sentence(imagenette.main, other)
     larger = imagenette.settings([*argv[:-1], "20"])
-    assert "images-18" in sentence(imagenette.main, larger)
+    assert "18 px of" in sentence(imagenette.main, larger)
     path = str(out / "SER-4/rows.json")
-    twice = ["--figures", path, path, "--out", str(out), *argv[4:]]
+    twice = ["--show", path, path, "--out", str(out), *argv[4:]]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     other_flags = [row | {"seed": 5, "flags": "--group scale"} for row in rows]
     (out / "others.json").write_text(json.dumps(other_flags))
@@ -111,7 +109,7 @@ def cells_of(line):
 
 def tables(out, capsys, *flags):
     """The two tables that are printed of the file, each title -> run -> cell."""
-    imagenette.main(imagenette.settings(["--figures", ROWS, "--out", str(out), *flags]))
+    imagenette.main(imagenette.settings(["--show", ROWS, "--out", str(out), *flags]))
     _, *texts = capsys.readouterr().out.split("the difference to")
     for text in texts:
         lines = [cells_of(line) for line in text.splitlines() if "|" in line]
@@ -158,7 +156,6 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
     ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     """Mean and std; where b2 has four images, also those of the difference to the control."""
-    pytest.importorskip("matplotlib")
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
@@ -176,7 +173,6 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
 
 
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     over_control, over_moco = tables(tmp_path, capsys)
     linear = "linear top-1 %, block 6"
     places = [(over_moco, linear, "SER"), (over_moco, linear, "SER-0.1"),
@@ -185,17 +181,3 @@ def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_pat
     wanted = [numbers(table[line][run])[2:] for table, line, run in places]
     claims = readme_table("paper/README.md", "| claim | the paper, ImageNet |").values()
     assert [numbers(here) for _, here, _ in claims][:len(wanted)] == wanted
-
-
-def test_the_picture_has_a_bar_for_each_mean_and_a_dot_for_each_seed(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
-    pictures = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda picture, path: pictures.append(picture))
-    imagenette.main(imagenette.settings(["--figures", ROWS, "--out", str(tmp_path)]))
-    turns, linear = pictures[0].axes
-    wanted = {turns: [7.7, 6.7, 9.0, 16.5, 27.7], linear: [41.8, 52.2, 51.0, 52.3, 51.6]}
-    for axes, means in wanted.items():
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx(means, abs=0.05)
-        assert [len(dots.get_offsets()) for dots in axes.collections] == [0, 3, 3, 3, 3]
-    dots_of_ser = turns.collections[-1].get_offsets()[:, 1]
-    assert dots_of_ser.tolist() == pytest.approx([30.3, 26.23, 26.54])
