@@ -931,6 +931,19 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
+def distribute(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model as several ranks train it, with the same parameters; one rank gets it back."""
+    ranks, _ = ranks_and_rank()
+    if ranks == 1:
+        return model
+    if device.type == "cuda":     # CPUs have no SyncBatchNorm
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
+    # which asks eight times which images move alike, would wait for the GPU each time.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw,
           schedule: Callable = set_learning_rate) -> Path:
@@ -950,8 +963,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
-    if device.type == "cuda" and ranks > 1:     # CPUs have no SyncBatchNorm
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     optimizer = make_optimizer(model, args)
 
     # What `resume` compares, so that a folder holds one run.
@@ -961,12 +972,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-
-    # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
-    # which asks eight times which images move alike, would wait for the GPU each time.
-    parallel = model
-    if ranks > 1:
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = distribute(model, device)
 
     # Loader and log.
     batches = batch_items(len(source), args, start, steps)
