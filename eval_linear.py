@@ -13,8 +13,8 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
 
 Several flags together give the results of each. --mlp asks for heads, too, which are MLPs in
 place of linear ones, on random crops or with --cache. Synthetic images always have --cache,
-and equivariance after the last block of f1. With equivariance, the untrained encoder that the
-run began with is evaluated as well.
+and of equivariance that under turns, after the last block of f1. With equivariance, the
+untrained encoder that the run began with is evaluated as well.
 
 eval.json collects the results of all evaluations. Each row names the settings that made it
 and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of
@@ -44,7 +44,7 @@ import ser
 from ser import Geometry, ViT, rho
 
 
-# ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ====================
+# ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
 def arguments() -> ArgumentParser:
     """The flags of eval_linear.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
@@ -124,7 +124,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 
-# ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ==========================
+# ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
@@ -199,7 +199,7 @@ class Seeded(Dataset):
         return self.data[index]
 
 
-# ==== 3. Features of the frozen encoder ===================================================
+# ==== 3. Features of the frozen encoder ===============================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor, n_blocks: int) -> Tensor:
     """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
@@ -244,7 +244,7 @@ def extract(encoder: ViT, data: Dataset, n_blocks: int,
     return features, labels
 
 
-# ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =================
+# ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
 class Heads(nn.ModuleList):
     """Linear heads or three-layer MLPs, all with the same first weights. Each makes
     logits (B, C) of features (B, K)."""
@@ -335,7 +335,7 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, floa
     return top1.item(), top5.item()
 
 
-# ==== 5. k-NN (paper 4.2) =================================================================
+# ==== 5. k-NN (paper 4.2) =============================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
     """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
     features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
@@ -353,7 +353,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
     return 100 * right / len(test)
 
 
-# ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =================
+# ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). Two measures say how nearly these maps agree. Choice: A.2 has the cosine;
 # retrieval, and the untrained encoder beside the trained one, are ours. Retrieval is also
@@ -454,7 +454,7 @@ def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
     return maps_of
 
 
-# ==== 7. Results: rows that say what made them ============================================
+# ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
     """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
     key = {"set": name, "classes": classes, "block": block}
@@ -511,13 +511,14 @@ def print_table(rows: Sequence[dict]) -> None:
         title = f"{measure} after block {row['block']}"
         if row["classes"]:
             title = f"{row['set']}, {row['classes']} classes: {measure}"
-        table.setdefault(title, {})[row["encoder"]] = f"{value:.4g}"
+        text = f"{value:.1f}" if "%" in measure else f"{value:.3f}"
+        table.setdefault(title, {})[row["encoder"]] = text
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
 
 
-# ==== 8. Evaluation: a checkpoint in, rows and a table out ================================
+# ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
 def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim: int,
            kind: str) -> dict[str, float]:
     """Accuracies of a set, features and labels, among some classes. 20-NN reads the last
@@ -576,8 +577,9 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
-def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list[dict]:
-    """Rows of all elements, by 512 images, spread over val, as folders are sorted by class."""
+def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
+                      elements: Sequence[str] = ser.ELEMENTS) -> list[dict]:
+    """Rows of the elements, by 512 images, spread over val, as folders are sorted by class."""
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -586,7 +588,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int]) -> list
     patch = encoder.patch_size
 
     rows = []
-    for element in ser.ELEMENTS:
+    for element in elements:
         change = partial(jitter, generator=ser.rng("jitter", element))
         found = {
             "cosine": equivariance(cosine, sample_relative, maps_of, images, patch, element),
@@ -611,9 +613,11 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    blocks = [max(1, run.cls_layer)]     # the last of f1
+    blocks = [max(1, run.cls_layer)]     # the last of f1, of synthetic images
+    elements = ["rot90"]
     if args.equivariance:
         blocks = range(1, run.depth + 1)
+        elements = ser.ELEMENTS
 
     rows = []
     heads = {}     # encoder -> what is kept of its best head
@@ -623,7 +627,7 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_probe:
             own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
-            own += equivariance_rows(encoder, sets.tests["val"], blocks)
+            own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
         rows += [row | {"encoder": name} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:

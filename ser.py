@@ -60,7 +60,7 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 
-# ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ==========================
+# ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code. They need math, torch, torch.nn as nn,
 # torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. The last
 # function of section 4, `equivariance_loss`, is what another training calls.
@@ -156,7 +156,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return moved
 
 
-# ==== 2. The batch: b1, b2 and their views (paper 3.2) ====================================
+# ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and
 # the rest are b2. Each rank takes its part of both. Crops and jitter of an image depend on
 # the image and the epoch, the motions of b2 and the order of the jitter on the step. Nothing
@@ -410,7 +410,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# ==== 3. Encoder: f1, then f2 (paper 3.1) ===============================================
+# ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
     """A pre-norm transformer block on (B, N, D)."""
     # Parameters have timm's names, so that paper/experiments/convert.py need not rename them.
@@ -504,7 +504,7 @@ class ViT(nn.Module):
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 
-# ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ======================================
+# ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on
 # all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
@@ -612,7 +612,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
 
 
-# ==== 5. L_inv: MoCo-v3 (paper 4.1) =====================================================
+# ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
 #     base(views, cls)         L_inv, a scalar; cls holds the final [CLS] of each view, (B, D)
@@ -691,7 +691,7 @@ class MoCoV3(nn.Module):
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
 
 
-# ==== 6. SER: Algorithm 1 around any base method ========================================
+# ==== 6. SER: Algorithm 1 around any base method ======================================
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -738,7 +738,7 @@ class SER(nn.Module):
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
-# ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open =================
+# ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. argparse says "argument --ratio: invalid share value: '2'".
 def positive(text: str) -> float:
     """A number above 0."""
@@ -833,7 +833,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     return args
 
 
-# ==== 8. Training =======================================================================
+# ==== 8. Training =====================================================================
 def setup() -> torch.device:
     """The device of this process. Under torchrun, it also joins the other ranks."""
     cuda = torch.cuda.is_available()

@@ -4,10 +4,11 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
-of the first three classes: the photograph, its turned copy, and for each checkpoint the copy once
-more, bright where a token is found. That is where, of all tokens of the copy, it is the most
-similar one to its counterpart in the photograph. "Retrieval", which `eval_linear.py --equivariance`
-prints, is the share of these tokens in many images, where it looks among those of 32 images.
+of the first three classes. A row has the photograph, a turned copy in other colours, and for each
+checkpoint this copy once more, pale where a token is not found. A token is found where, of all
+tokens of the copy, it is the most similar one to its counterpart in the photograph, which has
+other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
+share of these tokens in many images, where it looks among those of 32 images.
 """
 from argparse import Namespace
 
@@ -30,12 +31,18 @@ def turn(x: Tensor) -> Tensor:
     return torch.rot90(x, 1, (-2, -1))
 
 
-@torch.no_grad()
-def found(encoder: ser.ViT, photo: Tensor, layer: int) -> Tensor:
-    """Whether each token of the turned copy of a photograph (3, S, S) in [0, 1] is found, after a
-    block, by the token of the photograph that the turn brings to its place; (H, W) bool."""
+def copies(photo: Tensor, label: int) -> Tensor:
+    """A photograph (3, S, S) in [0, 1] and its turned copy, each in colours of its own, as the
+    encoder takes them; (2, 3, S, S). A larger photograph gets the same colours."""
     both = torch.stack([photo, turn(photo)])
-    still, moved = encoder(ser.normalise(both), [layer]).maps[layer]              # (D, H, W)
+    return eval_linear.jitter(both, ser.rng("correspondence", label))
+
+
+@torch.no_grad()
+def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
+    """Whether each token of the turned copy is found, after a block, by the token of the
+    photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
+    still, moved = encoder(both, [layer]).maps[layer]                             # (D, H, W)
     z = F.normalize(turn(still).flatten(1), dim=0)                                # (D, N)
     z_prime = F.normalize(moved.flatten(1), dim=0)
     nearest = (z.T @ z_prime).argmax(1)
@@ -66,12 +73,13 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         index = as_seen.targets.index(label)
         photo = as_seen[index][0] / 255
         shown = as_shown[index][0] / 255
-        pictures = {"photograph": shown, "turned": turn(shown)}
+        copy = copies(shown, label)[1] * ser.STD + ser.MEAN
+        pictures = {"photograph": shown, "turned, other colours": copy}
         for run, name in zip(runs, args.label, strict=True):
-            bright = found(run.encoder, photo, layers[0])
-            title = f"{name}: {bright.sum()} of {bright.numel()}"
-            light = F.interpolate(0.15 + 0.85 * bright[None, None].float(), shown.shape[1:])
-            pictures[title] = light[0] * turn(shown)
+            tokens = found(run.encoder, copies(photo, label), layers[0])
+            title = f"{name}: {tokens.sum()} of {tokens.numel()}"
+            strength = F.interpolate(0.2 + 0.8 * tokens[None, None].float(), shown.shape[1:])
+            pictures[title] = 1 - strength[0] * (1 - copy)     # the rest fades to white
 
         for panel, (title, picture) in zip(row, pictures.items()):
             panel.set_title(title)

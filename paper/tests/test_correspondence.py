@@ -6,27 +6,38 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper.evaluations import correspondence
-from paper.evaluations.correspondence import found, turn
+from paper.evaluations.correspondence import copies, found, turn
 from paper.tests.toys import call, class_folders, toy_checkpoint
 from test_ser import close, noise
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     """Of an encoder whose tokens are colours, but for two that the turn has altered."""
-    photo = noise(3, 4, 4)
-    moved = turn(photo).clone()
+    still = noise(3, 4, 4)
+    moved = turn(still).clone()
     moved[:, 2, 2] *= -1
     moved[:, 3, 0] = moved[:, 1, 1]
-    tokens = torch.stack([photo, moved])
 
     def colours(x, layers):
-        close(x, ser.normalise(torch.stack([photo, turn(photo)])))
-        return ser.Encoded(None, {layer: tokens for layer in layers}, None)
+        return ser.Encoded(None, {layer: x for layer in layers}, None)
 
-    bright = found(colours, photo, 1)
+    tokens = found(colours, torch.stack([still, moved]), 1)
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
-    assert bright.equal(wanted)
+    assert tokens.equal(wanted)
+
+
+def test_both_copies_of_a_photograph_have_colours_of_their_own():
+    """Those of `retrieval with jitter`, and the same at any size."""
+    photo = noise(3, 4, 4).sigmoid()
+    both = copies(photo, 1) * ser.STD + ser.MEAN
+    for copy, original in zip(both, (photo, turn(photo))):
+        assert (copy - original).abs().mean() > 0.02
+    assert not both[1].isclose(turn(both[0]), atol=0.02).all()
+    assert not copies(photo, 2).isclose(copies(photo, 1), atol=0.02).all()
+
+    large = F.interpolate(photo[None], scale_factor=2)[0]
+    close(copies(large, 1), F.interpolate(copies(photo, 1), scale_factor=2))
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
@@ -44,13 +55,14 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         image = ser.read_image(f"{val}/n{number:02}/{number:03}.png")
         photo = eval_linear.eval_transform(16)(image) / 255
         shown = eval_linear.eval_transform(32)(image) / 255     # finer than the encoder's
-        wanted = [shown, turn(shown)]
-        titles = ["photograph", "turned"]
+        copy = copies(shown, number)[1] * ser.STD + ser.MEAN
+        wanted = [shown, copy]
+        titles = ["photograph", "turned, other colours"]
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
-            bright = found(ser.load_encoder(path), photo, 2)
-            light = F.interpolate(bright[None, None].float(), (32, 32))[0]
-            wanted.append(torch.where(light > 0, 1, 0.15) * turn(shown))
-            titles.append(f"{name}: {bright.sum()} of 16")
+            tokens = found(ser.load_encoder(path), copies(photo, number), 2)
+            seen = F.interpolate(tokens[None, None].float(), (32, 32))[0] > 0
+            wanted.append(torch.where(seen, copy, 0.8 + 0.2 * copy))
+            titles.append(f"{name}: {tokens.sum()} of 16")
 
         own = panels[4 * number:4 * number + 4]
         assert [panel.get_title() for panel in own] == titles
