@@ -1604,20 +1604,15 @@ def test_the_loss_for_other_trainings_is_that_of_two_moved_copies():
 def test_the_copied_loss_trains_a_vit_of_timm():
     pytest.importorskip("timm")
     names = paste("import timm")
-    images = names["images"]
-    first, second = names["copies"](images)[:2]     # of other pixels, in colours of their own
-    gains = [(copy * ser.STD + ser.MEAN).mean() / image.mean()
-             for copy, image in zip((first, second), images)]
-    assert abs(gains[0] - gains[1]) > 0.01
+    first, second = names["copies"](torch.full((2, 3, 8, 8), 0.5))
+    assert (first - second).abs().mean() > 0.01     # each image has colours of its own
 
     modules = nn.ModuleList([names["vit"], names["project"]])
     gradients = [p.grad for p in modules.parameters() if p.grad is not None]
     assert len(gradients) > 30     # three blocks of twelve tensors, and more
     assert all(gradient.ne(0).any() for gradient in gradients)
 
-    names["images"] = images[:2]
-    whole = paste("def f2", **names)["embedding"]
-    assert whole.shape == (2, 384)
+    assert paste("def f2", **names)["embedding"].shape == (4, 384)
 
 
 def test_features_are_two_lines_away(whole_run, monkeypatch):

@@ -127,12 +127,13 @@ def readme_table(readme, header):
 def printed_title(title):
     """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
     title = title.replace(" %,", ",")
-    if title == "retrieval of turns, %":
-        return "rot90 retrieval, block 2"
+    if title == "retrieval of turns with jitter, %":
+        return "rot90 retrieval with jitter, block 2"
     if "block" in title:
         kind, element, block = title.split(", ")
         return f"{element} {kind}, {block}"
-    kind = re.sub("( probe)?(, top-1 %)?$", "", title)
+    title = title.replace("turned images", "turned").replace(" probe", "")
+    kind = title.removesuffix(", top-1 %").removesuffix(" top-1 %")
     return kind.replace(",", "").replace("MLP", "mlp") + " top-1 %, block 6"
 
 
@@ -144,7 +145,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
-    ("README.md", "| | untrained |", "untrained; MoCo-v3; control; SER-0.1; SER", ""),
+    ("README.md", "| | untrained |", "untrained; MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
     ("paper/README.md", "| | untrained | MoCo-v3",
      "untrained; MoCo-v3; control; SER-0.02; SER-0.1; SER-0.25; SER", ""),
     ("paper/README.md", "| L_equiv |",
@@ -152,7 +153,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
      "retrieval, hflip, block 6; retrieval, scale, block 6; cosine, rot90, block 6", ""),
     ("paper/README.md", "| | MoCo-v3 | control | SER, lambda .1",
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
-    ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER", "--epochs 10"),
+    ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
     ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     """Mean and std; where b2 has four images, also those of the difference to the control."""
