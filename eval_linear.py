@@ -11,10 +11,12 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags together give the results of each. --mlp asks for heads, too, which are MLPs in
-place of linear ones, on random crops or with --cache. Synthetic images always have --cache,
-and of equivariance that under turns, after the last block of f1. With equivariance, the
-untrained encoder that the run began with is evaluated as well.
+Several flags together give the results of each. --mlp trains MLPs in place of linear heads.
+Like those, they learn from random crops, or with --cache from centre crops. With
+equivariance, the untrained encoder that the run began with is evaluated as well.
+
+Without --data, images are synthetic. Then --cache is always on, and by default the encoder is
+also asked how its tokens follow turns after the last block of f1.
 
 eval.json collects the results of all evaluations. Each row names the settings that made it
 and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of
@@ -91,7 +93,7 @@ def parse(argv: Sequence[str] | None = None,
 
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint."""
-    encoder: ViT        # in eval mode, on the CPU
+    encoder: ViT        # in eval mode
     weights: str        # the fingerprint of the encoder's weights
     step: int
     settings: dict      # of the training
@@ -144,8 +146,8 @@ def eval_transform(size: int) -> v2.Transform:
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
     """The images root/CLASS/... A label is the place of CLASS in `classes`, the names of the
-    training classes; without them, it is ImageFolder's own. The folders of ImageNet-V2 are
-    called 0, 1, ..., which are the labels themselves."""
+    training classes. Without `classes`, labels are ImageFolder's own. Folders that are called
+    0, 1, ..., as in ImageNet-V2, are the labels themselves."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -158,7 +160,7 @@ def class_folder(root: str | Path, transform: Callable | None,
     for name in folder.classes:
         if name not in label_of:
             sys.exit(f"{root}: the training images have no class {name}")
-    folder.target_transform = lambda place: label_of[folder.classes[place]]
+    folder.samples = [(path, label_of[folder.classes[own]]) for path, own in folder.samples]
     return folder
 
 
@@ -177,7 +179,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Whoever reads the rows would take "train" and "crops" for the training images.
+        # Sets called "train" or "crops" would be taken for the training images.
         taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
@@ -270,9 +272,9 @@ class Heads(nn.ModuleList):
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels. Heads learn from `train` with --cache; without
-    it they learn from random crops, and `train` only says how many images there are. Adds a
-    line for each epoch to `log`."""
+    rate. train and val: features and labels. Without --cache, the heads learn from random
+    crops of the images of `train` in place of these features. Adds a line for each epoch to
+    `log`."""
     x_train, y_train = train
     x_val, y_val = val
     n_blocks = x_val.shape[1] // encoder.dim
@@ -291,6 +293,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
+    kind = "MLP" if args.mlp else "linear"
+    name = f"{kind} heads of {fingerprint(encoder)}"
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         # This rank's part of each batch, places among the images.
         order = torch.randperm(len(y_train), generator=ser.rng(args.seed, "eval", epoch))
@@ -311,13 +315,16 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             schedule.step()
             total += losses.detach()
 
-        # Choice: the rate that is best on val after the last epoch; the release names no rule.
+        # Choice: the rate that is best on val after the last epoch, among the classes that val
+        # has. The release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         best = top1.index(max(top1))
         line = {
-            "heads": f"{'MLP' if args.mlp else 'linear'} heads of {fingerprint(encoder)}",
-            "epoch": epoch + 1, "lr": args.lr[best], "val top-1 %": top1[best],
+            "heads": name,
+            "epoch": epoch + 1,
+            "lr": args.lr[best],
+            "val top-1 %": top1[best],
             "loss": total[best].item() / steps}     # on rank 0's parts
         if rank == 0:
             with log.open("a") as file:
@@ -410,11 +417,11 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def equivariance(measure: Callable, sample: Callable, maps_of: Callable, images: Tensor,
-                 patch: int, element: str, change: Callable = nn.Identity()) -> list[float]:
-    """The mean of measure(rho_g(h(x)), h(rho_g(x))) over parts x of 32 images, where g =
-    sample(element, ...). maps_of(x) is a list of maps, and each h of them gets a value. Both
-    copies, x and rho_g(x), pass `change` before."""
+def mean_over_parts(measure: Callable, sample: Callable, maps_of: Callable, images: Tensor,
+                    patch: int, element: str, change: Callable = nn.Identity()) -> list[float]:
+    """The mean of measure(rho_g(h(x)), h(rho_g(x))) over parts x of 32 images. sample makes
+    the g of a part. maps_of(x) is the list of maps h(x) of several blocks, and each of them
+    gets a value. Both copies, x and rho_g(x), pass `change` before."""
     totals = 0.0
     for part, x in enumerate(images.split(32)):
         g = sample(element, part, len(x), images.shape[-1] // patch)
@@ -428,16 +435,20 @@ def equivariance(measure: Callable, sample: Callable, maps_of: Callable, images:
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
               change: Callable = nn.Identity()) -> float:
     """How often a token finds itself in the moved image, among the tokens of 32 images, as a
-    share: about 1 / (32 H W) by chance. f1: a function that takes images (B, 3, h, w) to maps
-    (B, D, h / patch, w / patch). images: (n, 3, S, S), as f1 takes them, where n should be a
-    multiple of 32, as a part with fewer images is easier. element: what moves them, "rot90",
-    "hflip" or "scale". change: a function that alters images at random, called on each of the
-    two copies before f1, such as a colour jitter. Raises ValueError for images that are not
-    square, or do not consist of patches, and for maps of another size."""
+    share: about 1 / (32 H W) by chance. For encoders of other trainings; those of ser.py are
+    measured in `equivariance_rows`.
+
+    f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
+    images: (n, 3, S, S), as f1 takes them, n a multiple of 32, as fewer images are easier.
+    element: what moves them, "rot90", "hflip" or "scale".
+    change: a function that alters images at random, such as a colour jitter. It is called on
+    each of the two copies before f1.
+    Raises ValueError for images that are not square, or do not consist of patches, and for
+    maps of another size."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
-    shares = equivariance(
+    shares = mean_over_parts(
         share_found, sample_moving, lambda x: [f1(x)], images, patch, element, change)
     return shares[0]
 
@@ -476,8 +487,9 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     the evaluation and the fingerprint of the weights. Rows are of the trained encoder if they
     name no other one. The training settings of these weights stand under "checkpoints".
 
-    New rows stand at the end. They replace older rows that differ in the value alone, or also
-    in the number of classes: a folder of images that was still being copied had fewer."""
+    New rows stand at the end. A row replaces an older one of the same measure, settings and
+    weights. The number of classes may differ, as it does if the older evaluation ran while its
+    images were still being copied."""
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
     rows = [made_by | row for row in rows]
     rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
@@ -579,7 +591,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
                       elements: Sequence[str] = ser.ELEMENTS) -> list[dict]:
-    """Rows of the elements, by 512 images, spread over val, as folders are sorted by class."""
+    """Rows of the elements. Choice: by 512 images that are spread over val, as its images are
+    sorted by class."""
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -590,13 +603,16 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
     rows = []
     for element in elements:
         change = partial(jitter, generator=ser.rng("jitter", element))
-        found = {
-            "cosine": equivariance(cosine, sample_relative, maps_of, images, patch, element),
-            "retrieval": equivariance(share_found, sample_moving, maps_of, images, patch, element),
-            "retrieval with jitter": equivariance(
+        by_measure = {     # for each measure, the values of all blocks
+            "cosine": mean_over_parts(
+                cosine, sample_relative, maps_of, images, patch, element),
+            "retrieval": mean_over_parts(
+                share_found, sample_moving, maps_of, images, patch, element),
+            # `change` normalises, so it takes pixels.
+            "retrieval with jitter": mean_over_parts(
                 share_found, sample_moving, maps_of, pixels, patch, element, change)}
         for i, block in enumerate(blocks):
-            values = {f"{element} {name}": of_blocks[i] for name, of_blocks in found.items()}
+            values = {f"{element} {name}": found[i] for name, found in by_measure.items()}
             rows += make_rows(values, "val", None, block)
     return rows
 
@@ -613,7 +629,7 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    blocks = [max(1, run.cls_layer)]     # the last of f1, of synthetic images
+    blocks = [max(1, run.cls_layer)]     # of synthetic images, unless --equivariance is given
     elements = ["rot90"]
     if args.equivariance:
         blocks = range(1, run.depth + 1)

@@ -19,12 +19,10 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method, but for the operations of the colour jitter and the blur,
-which section 9 has. Of the paper's Algorithm 1, section 2 makes the batch and its views, and
-SER.forward in section 6 is what follows, up to the loss. `Paper:` marks a detail that the
-paper prescribes. `Choice:` marks what it leaves open, or what we do otherwise, and then says
-what the paper has. "The release" is the authors' code, github.com/aitrics-chris/SER at
-dbe5e93.
+Sections 1 to 6 are the method. Section 2 makes the batch of the paper's Algorithm 1 and its
+views, and SER.forward in section 6 the loss. `Paper:` marks a detail that the paper
+prescribes. `Choice:` marks what it leaves open, or what we do otherwise, and then says what
+the paper has. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -81,17 +79,18 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out does nothing, and what is sampled for the others
-    does not depend on it."""
+    tokens. A kind that `elements` leaves out does nothing. The other kinds are sampled as if it
+    were there."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
+    # Choice: all flips and turns are equally likely; the paper does not say.
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
 
-    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the area.
-    # The aspect ratio W / H has the release's range, [3/4, 4/3].
+    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the area,
+    # before rounding. The aspect ratio W / H has the release's range, [3/4, 4/3].
     area = 0.7 + 0.6 * u                    # uniform
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -108,19 +107,20 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # Let Q be a quarter turn, M the flip, and S1 the scaling of g1, so that g1 is
-    # S1 Q^t1 M^m1: m1 flips, then t1 turns, then the scaling, of which more below. A flipped
-    # image turns the other way round, that is M Q = Q^-1 M. Hence, without the scalings and
-    # with s = -1 if m1 != m2, else 1,
-    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2).
-    # For example, if g1 is one turn and g2 is the flip, g turns back and then flips, M Q^-1.
-    # That is Q M, the flip and then one turn.
+    # The rule: g flips if one of both views flips, and turns by t2 - t1 or, if g flips, t2 + t1,
+    # where t1 and t2 are the quarter turns of the views.
+    #
+    # The proof: let Q be a quarter turn, M the flip, and m1, m2 say who flips. Products act
+    # from right to left, so a view is Q^t M^m, a flip and then turns. A flipped image turns the
+    # other way round, M Q = Q^-1 M. Hence
+    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
+    # where s = -1 if m1 != m2, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # The scalings. Every view shows the whole image, so its size is all that they changed. To
-    # resize the turned map to the grid of g2 therefore undoes S1 and makes S2.
+    # The scalings changed nothing but the size, as every view shows the whole image. So to
+    # resize the turned map to the grid of g2 undoes one and makes the other, up to resampling.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -129,7 +129,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     do position embeddings."""
     if x.shape[-2:] == size:
         return x
-    half = x.dtype in (torch.float16, torch.bfloat16)     # CPUs cannot resize these
+    half = x.dtype in (torch.float16, torch.bfloat16)     # which CPUs cannot resize
     resized = F.interpolate(x.float() if half else x, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -158,9 +158,9 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and
-# the rest are b2. Each rank takes its part of both. Crops and jitter of an image depend on
-# the image and the epoch, the motions of b2 and the order of the jitter on the step. Nothing
-# depends on the process that samples, so a run can be repeated and continued.
+# the rest are b2. Each rank takes its part of both. What is sampled for an image depends on
+# the image and the epoch. The motions of b2, and the order of the jitter, depend on the step.
+# Nothing depends on the process that samples, so a run can be repeated and continued.
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank), which is (1, 0) in a single process."""
     if dist.is_initialized():
@@ -185,9 +185,10 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 
 def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
-    """Yield this rank's batches of the steps from `start` to before `end`: items (epoch,
-    index, in_b2) of its part of b1, then of b2, which the data set turns into views. The
-    last, incomplete batch of an epoch is dropped."""
+    """Yield this rank's batches of the steps from `start` to before `end`. A batch is a list
+    of items (epoch, index, in_b2), first those of b1, then those of b2. The loader gives each
+    item to Dataset.__getitem__ below, which makes the views of this image. The last,
+    incomplete batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -211,16 +212,16 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 # jitter. The device moves b2 and jitters a whole batch at once, where torchvision would
 # jitter one image after the other.
 #
-#   T               made by    probability    range                       T_eq has
-#                              in views 1, 2
-#   random crop     loader     1              .08 to 1 of the area,       the whole image,
-#                                             aspect ratio 3/4 to 4/3     as a square
-#   flip            loader     .5             horizontal                  rho_g, by the device
-#   colour jitter   device     .8             brightness, contrast .4,    the same
-#                                             saturation .2, hue .1
-#   grayscale       device     .2                                         the same
-#   blur            device     1, .1          sigma .1 to 2 pixels        the same
-#   solarization    device     0, .2          from 128 of 255 on          the same
+#   T               made by   probability      range                      T_eq has
+#                             view 1  view 2
+#   random crop     loader    1       1        .08 to 1 of the area,      the whole image,
+#                                              aspect ratio 3/4 to 4/3    as a square
+#   flip            loader    .5      .5       horizontal                 rho_g, by the device
+#   colour jitter   device    .8      .8       brightness, contrast .4,   the same
+#                                              saturation .2, hue .1
+#   grayscale       device    .2      .2                                  the same
+#   blur            device    1       .1       sigma .1 to 2 pixels       the same
+#   solarization    device    0       .2       from 128 of 255 on         the same
 class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
     size: int                       # side of the view, pixels
@@ -235,20 +236,20 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for a view of an image; the defaults do nothing. The loader has made
     the crop and its flip, which are here for baselines in paper/methods that predict them.
-    `photometric` makes the rest. These are the numbers of one image. When the loader has
-    collated those of a batch, each field is a tensor (B,)."""
-    top: float = 0.0                # of the crop, share of the image, as the next three
-    left: float = 0.0
-    height: float = 1.0
-    width: float = 1.0
-    flip: bool = False              # of the crop; images of b2 are flipped by rho_g
-    brightness: float = 1.0         # factors
-    contrast: float = 1.0
-    saturation: float = 1.0
-    hue: float = 0.0                # shift, share of the colour circle
-    gray: bool = False
-    blur: float = 0.0               # standard deviation, pixels; 0 is none
-    solarize: bool = False
+    `photometric` makes the rest. The numbers are those of one image, until the loader has
+    collated a batch, where each field is a tensor (B,)."""
+    top: float | Tensor = 0.0           # of the crop, share of the image, as the next three
+    left: float | Tensor = 0.0
+    height: float | Tensor = 1.0
+    width: float | Tensor = 1.0
+    flip: bool | Tensor = False         # of the crop; images of b2 are flipped by rho_g
+    brightness: float | Tensor = 1.0    # factors
+    contrast: float | Tensor = 1.0
+    saturation: float | Tensor = 1.0
+    hue: float | Tensor = 0.0           # shift, share of the colour circle
+    gray: bool | Tensor = False
+    blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
+    solarize: bool | Tensor = False
 
     def rows(self, part: slice) -> "Augmentation":
         """Of a batch, what was sampled for some of its images."""
@@ -339,8 +340,7 @@ def normalise(x: Tensor) -> Tensor:
 
 def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the four operations of the colour jitter, which, like
-    the blur, are in section 9."""
+    them. order: (4,), a permutation of the four operations of the colour jitter."""
     # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
@@ -410,6 +410,68 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
+# The operations of the jitter, which a reader of the method may skip. They are torchvision's,
+# but for a whole batch in which each image has a factor of its own. x: images (B, 3, h, w) in
+# [0, 1]; factor: (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it is,
+# bit for bit.
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards black, or away from it."""
+    return (factor * x).clamp(0, 1)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the mean gray of the image, or away from it."""
+    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+    return mean.lerp(x, factor).clamp(0, 1)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the gray of each pixel, or away from it."""
+    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` of a full circle."""
+    # A colour has a value, which is its largest channel, a chroma, which is how far the
+    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
+    # at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    # Where several channels are the largest, the hue is that of red, or else of green.
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # The usual closed form of HSV gives each channel back:
+    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    # where the offset is 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    B, _, h, w = x.shape
+    # About three times the largest sigma of a view, which is 2 pixels of 224.
+    widest = math.ceil(3 * 2 * max(h, w) / 224)
+    radius = min(widest, h - 1, w - 1)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # A convolution in B groups has a kernel for each channel. So the images become channels,
+    # and the three colours the batch.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
+    return x.transpose(0, 1)
+
+
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
     """A pre-norm transformer block on (B, N, D)."""
@@ -468,16 +530,14 @@ class ViT(nn.Module):
         # stays random. A convolution's kernel is a matrix once it is flattened.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                # qkv holds three D x D matrices. With this gain each of them is sampled as
-                # if it stood alone, from -sqrt(6 / (2 D)) to sqrt(6 / (2 D)).
-                gain = math.sqrt(2) if name.endswith("qkv") else 1.0
-                nn.init.xavier_uniform_(module.weight.flatten(1), gain)
+                matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
+                for matrix in module.weight.flatten(1).chunk(matrices):
+                    nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
 
         # Choice: position embeddings are learned, resized to the grids of b2, and there is
-        # none for [CLS], as in the release's SER. MoCo-v3's are fixed sines and cosines. With
-        # learned ones our MoCo-v3 trains the 42.9 M parameters of Table 1.
+        # none for [CLS], as in the release's SER. MoCo-v3's are fixed sines and cosines.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -505,9 +565,10 @@ class ViT(nn.Module):
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# An anchor is one token of rho_g(f1(x1)). Its positive is the token of f1(x2) at the same
-# place, and its negatives are all tokens, of both views, of the *other* images of b2 on
-# all ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
+# An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
+# place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
+# ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient. As this
+# section can be copied, it asks `dist` itself how many ranks there are.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release. The
@@ -597,13 +658,14 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for a training that is not ours, whose images are not moved yet. images1 and
-    images2: (B, 3, h, w), copies of the same images, not cropped, each with a colour jitter of
-    its own, and normalised. Their moved views are nearly square, also where h and w differ.
-    f1: a module or function that takes images of any size to maps (B, D, h / patch, w /
-    patch). patch: the side of its patches in pixels. shared: a generator that has the same
-    seed on all ranks."""
-    # SER below does not call this, as `make_views` moves images before it jitters them.
+    """L_equiv for a training that is not ours, whose images are not moved yet. SER below does
+    not call it, as `make_views` moves images before it jitters them.
+
+    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
+    colour jitter of its own, and normalised. Views of any image are nearly square.
+    f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
+    patch: the side of its patches in pixels.
+    shared: a generator that has the same seed on all ranks."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_geometry(len(images1), side, generator=shared)
     g2 = sample_geometry(len(images1), side, generator=shared)
@@ -615,7 +677,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
-#     base(views, cls)         L_inv, a scalar; cls holds the final [CLS] of each view, (B, D)
+#     base(views, cls)         L_inv, a scalar; cls: the final [CLS] of each view, (B, D), by
+#                              the encoder. Of `views` it may make what else it needs
 #     base.update(progress)    called by `train` before every step, with step / steps
 def encode_view(encoder: ViT, view: View,
                 layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
@@ -633,8 +696,8 @@ def mlp(*widths: int) -> nn.Sequential:
     *inner, last = [
         nn.Linear(fan_in, fan_out, bias=False)
         for fan_in, fan_out in zip(widths[:-1], widths[1:])]
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. They are
-    # of all GPUs once `train` has converted the model.
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
+    # training they are those of all GPUs, see `distribute`.
     layers: list[nn.Module] = []
     for linear in inner:
         layers += [linear, nn.BatchNorm1d(linear.out_features), nn.ReLU(True)]
@@ -654,7 +717,8 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). A momentum copy of encoder and projector makes keys."""
+    """MoCo-v3 (Chen et al. 2021), with its values. A momentum copy of encoder and projector
+    makes keys. This projector is not that of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -792,7 +856,7 @@ def arguments() -> ArgumentParser:
     # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
     add("--heads", type=count, default=6, help="attention heads")
     # Choice: two flags, so that one may move without the other. In the paper [CLS] enters after
-    # the block of L_equiv, so change both, as paper/experiments/sweep.py does.
+    # the block of L_equiv, so change both. Where that is the last block, --cls-layer is 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -806,10 +870,11 @@ def arguments() -> ArgumentParser:
     add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
     add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0,
-        help="epochs of linear warmup; a tenth of all, in a run that is no longer")
+        help="epochs of linear warmup; if the run is not longer than that, a tenth of it")
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
+    # Choice: bfloat16, which needs no scaling of the loss, as the release's fp16 does.
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
     add("--workers", type=int, default=8, help="loader processes of a rank")
@@ -851,8 +916,7 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The encoder with the weights of --seed. What `build` makes after it follows from the
-    same seed."""
+    """The encoder with the weights of --seed, which also seeds what `build` makes next."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 
@@ -932,12 +996,13 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 
 def distribute(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model as several ranks train it, with the same parameters; one rank gets it back."""
+    """What calls the model in training. It has the parameters of the model, which is altered
+    in place; with a single rank it is the model itself."""
     ranks, _ = ranks_and_rank()
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
     # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
     # which asks eight times which images move alike, would wait for the GPU each time.
@@ -963,6 +1028,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
+    parallel = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
     # What `resume` compares, so that a folder holds one run.
@@ -972,7 +1038,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
-    parallel = distribute(model, device)
 
     # Loader and log.
     batches = batch_items(len(source), args, start, steps)
@@ -1020,67 +1085,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: jitter, files, synthetic images, checks, what is printed and drawn ====
-# The operations of the jitter are torchvision's, but for a whole batch in which each image
-# has a factor of its own. x: images (B, 3, h, w) in [0, 1]; factor: (B, 1, 1, 1). A factor of
-# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black, or away from it."""
-    return (factor * x).clamp(0, 1)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image, or away from it."""
-    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-    return mean.lerp(x, factor).clamp(0, 1)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel, or away from it."""
-    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle."""
-    # A colour has a value, which is its largest channel, a chroma, which is how far the
-    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
-    # at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    # Where several channels are the largest, the hue is that of red, or else of green.
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # The usual closed form of HSV gives each channel back:
-    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    B, _, h, w = x.shape
-    # About three times the largest sigma of a view, which is 2 pixels of 224.
-    widest = math.ceil(3 * 2 * max(h, w) / 224)
-    radius = min(widest, h - 1, w - 1)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # The colours become a batch of three, and the images its channels, so that with B
-    # groups each image meets its own kernel, first down the columns, then along the rows.
-    x = F.pad(x, [radius] * 4, mode="reflect").transpose(0, 1)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)
-    return x.transpose(0, 1)
-
-
+# ==== 9. Around it: files, synthetic images, checks, what is printed and drawn ========
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as paths or pixels, and a checksum of their names."""
     if not args.data:
@@ -1182,8 +1187,8 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
 
 
 def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO, tqdm]:
-    """Open the log, write all settings to it, print the plan, and make the bar. Ranks other
-    than 0 do none of it visibly."""
+    """Open the log, write all settings to it, print the plan, and make the bar. Those of
+    ranks other than 0 go nowhere."""
     _, rank = ranks_and_rank()
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
