@@ -53,15 +53,12 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         photo = eval_linear.eval_transform(16)(image) / 255
         shown = eval_linear.eval_transform(32)(image) / 255     # finer than the encoder's
         copy = copies(shown, number)[1] * ser.STD + ser.MEAN
-        wanted = [shown, copy]
-        titles = ["photograph", "turned, other colours"]
+        wanted = {"photograph": shown, "turned, other colours": copy}
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
             tokens = found(ser.load_encoder(path), copies(photo, number), 2)
             seen = F.interpolate(tokens[None, None].float(), (32, 32))[0] > 0
-            wanted.append(torch.where(seen, copy, 0.8 + 0.2 * copy))
-            titles.append(f"{name}: {tokens.sum()} of 16")
+            wanted[f"{name}: {tokens.sum()} of 16"] = torch.where(seen, copy, 0.8 + 0.2 * copy)
 
-        own = panels[4 * number:4 * number + 4]
-        assert [panel.get_title() for panel in own] == titles
-        for panel, picture in zip(own, wanted, strict=True):
+        for panel, (title, picture) in zip(panels[4 * number:], wanted.items()):
+            assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))

@@ -120,21 +120,17 @@ def readme_table(readme, header):
     """The cells below a header: the first cell of a line -> the others."""
     text = (ROOT / readme).read_text()
     lines = text[text.index(header):].split("\n\n")[0].splitlines()[2:]
-    cells = [cells_of(line) for line in lines]
-    return {title: rest for title, *rest in cells if "paper" not in title}
+    return {title: rest for title, *rest in map(cells_of, lines)}
 
 
 def printed_title(title):
     """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
-    title = title.replace(" %,", ",")
-    if title == "retrieval of turns with jitter, %":
-        return "rot90 retrieval with jitter, block 2"
+    title = title.replace("of turns with jitter, %", "with jitter, rot90, block 2")
     if "block" in title:
-        kind, element, block = title.split(", ")
+        kind, element, block = title.replace(" %,", ",").split(", ")
         return f"{element} {kind}, {block}"
-    title = title.replace("turned images", "turned").replace(" probe", "")
-    kind = title.removesuffix(", top-1 %").removesuffix(" top-1 %")
-    return kind.replace(",", "").replace("MLP", "mlp") + " top-1 %, block 6"
+    kind = title.replace("turned images", "turned").replace(" probe", "")
+    return re.sub(",? top-1 %", "", kind).replace("MLP", "mlp").replace(",", "") + " top-1 %, block 6"
 
 
 def numbers(cell, unit=1):
