@@ -8,15 +8,15 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
                       heads                   20-NN    equivariance        time
     none of them      on random crops         yes      no                  hours
     --cache           on one centre crop      yes      no                  minutes
+    --mlp             MLPs, on random crops   yes      no                  hours
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags together give the results of each. --mlp trains MLPs in place of linear heads.
-Like those, they learn from random crops, or with --cache from centre crops. With
+Several flags together give the results of each, and --mlp --cache MLPs on centre crops. With
 equivariance, the untrained encoder that the run began with is evaluated as well.
 
-Without --data, images are synthetic. Then --cache is always on, and by default the encoder is
-also asked how its tokens follow turns after the last block of f1.
+Without --data, images are synthetic. Then --cache is always on, and the encoder is always
+asked how its tokens follow turns, at least after the last block of f1.
 
 eval.json collects the results of all evaluations. Each row names the settings that made it
 and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of
@@ -82,12 +82,12 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # --cache asks for heads where it was given, not where synthetic images imply it.
     others = args.knn or args.equivariance
     args.with_heads = args.mlp or args.cache or not others
     args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
     args.with_equivariance = args.equivariance or synthetic
-    args.cache = args.cache or synthetic
+    if synthetic:     # which, unlike the flag, does not ask for heads
+        args.cache = True
     return args
 
 
@@ -179,7 +179,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     folders = {"val": args.val or Path(args.data, "val")}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Sets called "train" or "crops" would be taken for the training images.
+        # Rows of a set called "train" or "crops" would look like those of training images.
         taken = ("train", "crops", *folders)
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
@@ -277,7 +277,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     `log`."""
     x_train, y_train = train
     x_val, y_val = val
-    n_blocks = x_val.shape[1] // encoder.dim
+    n_blocks = x_val.shape[1] // encoder.dim     # whose [CLS] are the features of val
 
     torch.manual_seed(args.seed)
     heads = Heads(len(args.lr), x_val.shape[1], len(sets.classes), args.mlp).to(x_val.device)
@@ -293,7 +293,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
-    kind = "MLP" if args.mlp else "linear"
+    kind = "mlp" if args.mlp else "linear"
     name = f"{kind} heads of {fingerprint(encoder)}"
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         # This rank's part of each batch, places among the images.
@@ -494,21 +494,21 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     rows = [made_by | row for row in rows]
     rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
 
-    file = {"checkpoints": {}, "rows": []}
+    results = {"checkpoints": {}, "rows": []}
     if path.exists():
-        file = json.loads(path.read_text())
+        results = json.loads(path.read_text())
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
-    file["checkpoints"][checkpoint.weights] = training
+    results["checkpoints"][checkpoint.weights] = training
 
     def key(row: dict) -> dict:
         return {name: row[name] for name in row if name not in ("value", "classes")}
 
     keys = [key(row) for row in rows]
-    older = [row for row in file["rows"] if key(row) not in keys]
-    file["rows"] = older + rows
+    older = [row for row in results["rows"] if key(row) not in keys]
+    results["rows"] = older + rows
 
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(file, indent=1))
+    unfinished.write_text(json.dumps(results, indent=1))
     unfinished.replace(path)
     return rows
 
@@ -549,7 +549,7 @@ def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim
 
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
-    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
+    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
     # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
     n_blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
     # Without --cache, heads read random crops, and only 20-NN reads these features.
@@ -566,13 +566,14 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     kept = {}
     if args.with_heads:
         head, lr = train_heads(encoder, sets, (x, y), tests["val"], args, log)
-        last = head[-1]
-        kept = {
-            "weight": last.weight.cpu(),
-            "bias": last.bias.cpu(),
-            "classes": list(sets.classes),
-            "blocks": n_blocks,
-            "lr": lr}
+        if not args.mlp:
+            linear, = head
+            kept = {
+                "weight": linear.weight.cpu(),
+                "bias": linear.bias.cpu(),
+                "classes": list(sets.classes),
+                "blocks": n_blocks,
+                "lr": lr}
 
     # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []
@@ -636,12 +637,12 @@ def evaluate(args: Namespace) -> list[dict]:
         elements = ser.ELEMENTS
 
     rows = []
-    heads = {}     # encoder -> what is kept of its best head
+    kept = {}
     for name, encoder in encoders.items():
         encoder.to(device)
         own = []
         if args.with_probe:
-            own, heads[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
         rows += [row | {"encoder": name} for row in own]
@@ -651,10 +652,10 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Write before printing, which ends the program if the terminal has been closed.
     write(path, rows, args, checkpoint)
-    if args.with_heads and not args.mlp:
+    if kept.get("trained"):
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-        ser.save(path.with_name(f"head-{name}.pt"), **heads["trained"], **made_by)
+        ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)
     print_table(rows)
     print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows

@@ -20,9 +20,10 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
 Sections 1 to 6 are the method. Section 2 makes the batch of the paper's Algorithm 1 and its
-views, and SER.forward in section 6 the loss. `Paper:` marks a detail that the paper
-prescribes. `Choice:` marks what it leaves open, or what we do otherwise, and then says what
-the paper has. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+views, and SER.forward in section 6 the loss. What the paper prescribes has its section in
+brackets, as (3.1), or after `Paper:`. `Choice:` marks what it leaves open, or what we do
+otherwise, and then says what the paper has. "The release" is the authors' code,
+github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -79,8 +80,8 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out does nothing. The other kinds are sampled as if it
-    were there."""
+    tokens. A kind that `elements` leaves out does nothing, and the others are sampled the same
+    with and without it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -107,8 +108,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # The rule: g flips if one of both views flips, and turns by t2 - t1 or, if g flips, t2 + t1,
-    # where t1 and t2 are the quarter turns of the views.
+    # The rule: g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips,
+    # by t2 + t1, where t1 and t2 are the quarter turns of the views.
     #
     # The proof: let Q be a quarter turn, M the flip, and m1, m2 say who flips. Products act
     # from right to left, so a view is Q^t M^m, a flip and then turns. A flipped image turns the
@@ -220,7 +221,7 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 #   colour jitter   device    .8      .8       brightness, contrast .4,   the same
 #                                              saturation .2, hue .1
 #   grayscale       device    .2      .2                                  the same
-#   blur            device    1       .1       sigma .1 to 2 pixels       the same
+#   blur            device    1       .1       sigma .1 to 2 of 224       the same
 #   solarization    device    0       .2       from 128 of 255 on         the same
 class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
@@ -456,7 +457,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    # About three times the largest sigma of a view, which is 2 pixels of 224.
+    # Three times the largest sigma, which is 2 pixels in a view of 224, or a little more in a
+    # view of b2 that is larger than its sigma was sampled for.
     widest = math.ceil(3 * 2 * max(h, w) / 224)
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
@@ -589,8 +591,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        # A rank's x entered the loss of every rank, so its gradient is the sum over all these
-        # losses. DDP then divides it by R, because it takes means.
+        # A rank's x entered the loss of every rank, so its gradient is the sum of the gradients
+        # of all these losses. The loss of the whole batch is their mean, and DDP divides by R.
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
@@ -856,7 +858,8 @@ def arguments() -> ArgumentParser:
     # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
     add("--heads", type=count, default=6, help="attention heads")
     # Choice: two flags, so that one may move without the other. In the paper [CLS] enters after
-    # the block of L_equiv, so change both. Where that is the last block, --cls-layer is 0.
+    # the block of L_equiv, so change both. After the last block it cannot enter, so for L_equiv
+    # there, Choice: --cls-layer is 0, a plain ViT.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -996,13 +999,13 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 
 def distribute(model: nn.Module, device: torch.device) -> nn.Module:
-    """What calls the model in training. It has the parameters of the model, which is altered
-    in place; with a single rank it is the model itself."""
+    """The model in DDP and, on GPUs, with SyncBatchNorm, as ranks train it. A single rank gets
+    the model itself back. Its parameters stay the same tensors."""
     ranks, _ = ranks_and_rank()
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in place
 
     # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
     # which asks eight times which images move alike, would wait for the GPU each time.
