@@ -235,15 +235,17 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view of an image; the defaults do nothing. The loader has made
-    the crop and its flip, which are here for baselines in paper/methods that predict them.
-    `photometric` makes the rest. The numbers are those of one image, until the loader has
-    collated a batch, where each field is a tensor (B,)."""
-    top: float | Tensor = 0.0           # of the crop, share of the image, as the next three
+    """What was sampled for a view of an image, where the defaults do nothing. A field is the
+    number of one image or, when the loader has collated a batch, a tensor (B,)."""
+    # The crop and its flip, which the loader has made. Some baselines in paper/methods predict
+    # them. Images of b2 have neither; rho_g flips them.
+    top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
     width: float | Tensor = 1.0
-    flip: bool | Tensor = False         # of the crop; images of b2 are flipped by rho_g
+    flip: bool | Tensor = False
+
+    # The jitter, which `photometric` will make.
     brightness: float | Tensor = 1.0    # factors
     contrast: float | Tensor = 1.0
     saturation: float | Tensor = 1.0
