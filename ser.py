@@ -459,8 +459,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    # Three times the largest sigma, which is 2 pixels in a view of 224, or a little more in a
-    # view of b2 that is larger than its sigma was sampled for.
+    # Kernels reach about three times as far as the largest sigma, 2 of 224 pixels of a view.
     widest = math.ceil(3 * 2 * max(h, w) / 224)
     radius = min(widest, h - 1, w - 1)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
@@ -983,6 +982,14 @@ def encoder_of(state: dict[str, Any]) -> ViT:
     return encoder.eval()
 
 
+def run_settings(args: Namespace, model: nn.Module, images: int, image_names: str) -> dict:
+    """What `resume` compares, so that a folder holds one run."""
+    ranks, _ = ranks_and_rank()
+    method = f"{type(model).__name__} on {type(model.base).__name__}"
+    own = {"method": method, "images": images, "image_names": image_names, "ranks": ranks}
+    return vars(args) | own
+
+
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
     """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
     state = load_checkpoint(path)
@@ -1036,10 +1043,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     parallel = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
-    # What `resume` compares, so that a folder holds one run.
-    method = f"{type(model).__name__} on {type(model.base).__name__}"
-    settings = vars(args) | dict(
-        method=method, images=len(source), image_names=name_checksum, ranks=ranks)
+    settings = run_settings(args, model, len(source), name_checksum)
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
@@ -1077,8 +1081,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         done = step + 1
         saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if saves or step == start or done % args.log_every == 0:
-            # On every rank, as the log has means over ranks. A loss that is not finite ends the
-            # run here, before it is saved.
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if saves and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
@@ -1222,7 +1224,8 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Log means over ranks. Exits with one sentence if the loss is not finite."""
+    """Log means over ranks, all of which call this. Exits with one sentence, before anything
+    is saved, if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
 

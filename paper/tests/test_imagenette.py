@@ -129,8 +129,8 @@ def printed_title(title):
     if "block" in title:
         kind, element, block = title.replace(" %,", ",").split(", ")
         return f"{element} {kind}, {block}"
-    kind = title.replace("turned images", "turned").replace(" probe", "")
-    return re.sub(",? top-1 %", "", kind).replace("MLP", "mlp").replace(",", "") + " top-1 %, block 6"
+    kind = title.replace("turned images", "turned").replace("MLP", "mlp")
+    return re.sub(" probe|,|,? top-1 %", "", kind) + " top-1 %, block 6"
 
 
 def numbers(cell, unit=1):
