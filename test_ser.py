@@ -1606,8 +1606,8 @@ def test_the_loss_for_other_trainings_is_that_of_two_moved_copies():
 def test_the_copied_loss_trains_a_vit_of_timm():
     pytest.importorskip("timm")
     names = paste("import timm")
-    first, second = names["copies"](torch.full((2, 3, 8, 8), 0.5))
-    assert (first - second).abs().mean() > 0.01     # each image has colours of its own
+    changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
+    assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
 
     modules = nn.ModuleList([names["vit"], names["project"]])
     gradients = [p.grad for p in modules.parameters() if p.grad is not None]

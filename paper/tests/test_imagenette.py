@@ -125,7 +125,6 @@ def readme_table(readme, header):
 
 def printed_title(title):
     """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
-    title = title.replace("of turns with jitter, %", "with jitter, rot90, block 2")
     if "block" in title:
         kind, element, block = title.replace(" %,", ",").split(", ")
         return f"{element} {kind}, {block}"
@@ -167,6 +166,20 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             if "(" not in cell:
                 wanted = wanted.split("(")[0]
             assert shown == pytest.approx(numbers(wanted)), (title, column)
+
+
+def test_readmes_bars_are_those_of_its_table(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    text = (ROOT / "paper/README.md").read_text()
+    block, = re.findall("^```python\n(import json.*?)^```", text, re.M | re.S)
+    (tmp_path / "paper").symlink_to(ROOT / "paper")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(block, names)
+    first, _, third, *_ = readme_table("README.md", "| | untrained |").values()
+    for panel, cells in zip(names["panels"], [first, third]):
+        widths = [bar.get_width() for bar in panel.patches]
+        assert widths == pytest.approx([numbers(cell)[0] for cell in cells], abs=0.05)
 
 
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
