@@ -3,7 +3,7 @@
     python eval_linear.py                            runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1. It takes hours. These flags ask for other things:
+The second line is the protocol of 4.1, which takes hours. These flags ask for other things:
 
                       heads                   20-NN    equivariance        time
     none of them      on random crops         yes      no                  hours
@@ -13,25 +13,24 @@ The second line is the protocol of 4.1. It takes hours. These flags ask for othe
     --equivariance    no                      no       after every block   minutes
 
 Several flags together give the results of each, and --mlp --cache MLPs on centre crops. With
-equivariance, the untrained encoder that the run began with is evaluated as well.
+equivariance, the untrained encoder that the run began with is evaluated as well. Without --data,
+images are synthetic, --cache is always on, and so is equivariance, though only of turns and after
+the last block of f1.
 
-Without --data, images are synthetic. Then --cache is always on, and the encoder is always
-asked how its tokens follow turns, at least after the last block of f1.
-
-eval.json collects the results of all evaluations. Each row names the settings that made it
-and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of
-the heads. The best linear head is kept in a file whose name depends on settings and weights,
-so that no other head replaces it. A stopped evaluation begins anew.
+eval.json collects the results of all evaluations. Each row names the settings that made it and,
+by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of the
+heads. The best linear head is kept in a file whose name depends on settings and weights, so that
+no other head replaces it. A stopped evaluation begins anew.
 """
-import copy
 import hashlib
 import json
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,12 +81,10 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    others = args.knn or args.equivariance
-    args.with_heads = args.mlp or args.cache or not others
+    args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
     args.with_equivariance = args.equivariance or synthetic
-    if synthetic:     # which, unlike the flag, does not ask for heads
-        args.cache = True
+    args.cache = args.cache or synthetic     # which, unlike the flag, does not ask for heads
     return args
 
 
@@ -108,8 +105,7 @@ def fingerprint(encoder: ViT) -> str:
 
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
-    """Read --checkpoint once, for all ranks. A run that goes on may replace the file at any
-    time. Exits with one sentence if --data does not suit it."""
+    """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
     if args.data and not args.checkpoint:
         sys.exit("--data needs --checkpoint, the last.pt of a run")
     args.checkpoint = args.checkpoint or "runs/ser/last.pt"
@@ -154,40 +150,39 @@ def class_folder(root: str | Path, transform: Callable | None,
     if not classes:
         return folder
 
-    label_of = {name: label for label, name in enumerate(classes)}
-    if not set(classes) & set(folder.classes):     # no folder has the name of a class
-        label_of = {str(label): label for label in range(len(classes))}
+    names = list(classes)
+    if not set(names) & set(folder.classes):     # no folder has the name of a class
+        names = [str(label) for label in range(len(classes))]
     for name in folder.classes:
-        if name not in label_of:
+        if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
-    folder.samples = [(path, label_of[folder.classes[own]]) for path, own in folder.samples]
+    labels = [names.index(name) for name in folder.classes]
+    folder.samples = [(path, labels[own]) for path, own in folder.samples]
     return folder
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
     """The images of --data, --val and --test; without --data, synthetic ones."""
     if not args.data:     # with seeds that ser.py does not use
-        images = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
+        train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
-        return Sets([str(label) for label in range(6)], images, None, {"val": val})
+        return Sets(list("012345"), train, None, {"val": val})
 
+    train = Path(args.data, "train")
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
-    random_crops = class_folder(Path(args.data, "train"), random_crop)
+    random_crops = class_folder(train, random_crop)
     centre = eval_transform(size)
-    centre_crops = class_folder(random_crops.root, centre)
+    centre_crops = class_folder(train, centre)
+    classes = centre_crops.classes
 
-    folders = {"val": args.val or Path(args.data, "val")}
+    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
         # Rows of a set called "train" or "crops" would look like those of training images.
-        taken = ("train", "crops", *folders)
-        if not folder or name in taken:
+        if not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
-        folders[name] = folder
-    tests = {}
-    for name, folder in folders.items():
-        tests[name] = class_folder(folder, centre, random_crops.classes)
-    return Sets(random_crops.classes, centre_crops, random_crops, tests)
+        tests[name] = class_folder(folder, centre, classes)
+    return Sets(classes, centre_crops, random_crops, tests)
 
 
 class Seeded(Dataset):
@@ -196,6 +191,9 @@ class Seeded(Dataset):
         self.data = data
         self.key = key
 
+    def __len__(self) -> int:
+        return len(self.data)
+
     def __getitem__(self, index: int) -> tuple:
         torch.manual_seed(ser.seed_of("eval", *self.key, index))
         return self.data[index]
@@ -203,12 +201,12 @@ class Seeded(Dataset):
 
 # ==== 3. Features of the frozen encoder ===============================================
 @torch.no_grad()
-def cls_features(encoder: ViT, images: Tensor, n_blocks: int) -> Tensor:
+def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
-    [CLS] after each of the last `n_blocks` blocks (Choice: all of them after the encoder's
-    final LayerNorm), so K = n_blocks * D."""
+    [CLS] after each of the last four blocks (that have one), the last block's at the end.
+    Choice: all of them after the encoder's final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    last = range(encoder.depth - n_blocks + 1, encoder.depth + 1)
+    last = range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
         cls_at = encoder(x, last).cls_at
@@ -216,30 +214,20 @@ def cls_features(encoder: ViT, images: Tensor, n_blocks: int) -> Tensor:
     return torch.cat(tokens, dim=1).float()
 
 
-def encode(encoder: ViT, data: Dataset, n_blocks: int, args: Namespace,
-           batches: list) -> Iterator:
-    """Features (B, K) and labels (B,) of each of `batches`, tensors of places in `data`."""
-    _, rank = ser.ranks_and_rank()
-    places = [rows.tolist() for rows in batches]
-    loader = DataLoader(data, batch_sampler=places, num_workers=args.workers)
-    for images, labels in tqdm(loader, leave=False, disable=rank > 0):
-        features = cls_features(encoder, images, n_blocks)
-        yield features, labels.to(features.device)
-
-
-def extract(encoder: ViT, data: Dataset, n_blocks: int,
-            args: Namespace) -> tuple[Tensor, Tensor]:
+def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
     """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills its own rows
-    and leaves zeros in the others, so that the sum over ranks has all of them."""
+    and leaves zeros in the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
-    batches = own.split(max(1, args.batch_size // ranks))
-    features = encoder.cls_token.new_zeros(len(data), n_blocks * encoder.dim)
+    batches = [rows.tolist() for rows in own.split(max(1, args.batch_size // ranks))]
+    loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
+    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim
+    features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
-    for rows, (x, y) in zip(batches, encode(encoder, data, n_blocks, args, batches)):
-        features[rows] = x
-        labels[rows] = y
+    for rows, (images, y) in zip(batches, tqdm(loader, leave=False, disable=rank > 0)):
+        features[rows] = cls_features(encoder, images)
+        labels[rows] = y.to(labels.device)
     if ranks > 1:
         dist.all_reduce(features)
         dist.all_reduce(labels)
@@ -247,44 +235,35 @@ def extract(encoder: ViT, data: Dataset, n_blocks: int,
 
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
-class Heads(nn.ModuleList):
-    """Linear heads or three-layer MLPs, all with the same first weights. Each makes
-    logits (B, C) of features (B, K)."""
-    def __init__(self, heads: int, width: int, classes: int, mlp: bool = False):
-        layers = []
-        if mlp:
-            # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
-            # follows.
-            layers = [
-                nn.Linear(width, 1024), nn.ReLU(),
-                nn.Linear(1024, 1024), nn.ReLU()]
-            width = 1024
-        last = nn.Linear(width, classes)
-        nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
-        nn.init.zeros_(last.bias)
-        head = nn.Sequential(*layers, last)
-        super().__init__(copy.deepcopy(head) for _ in range(heads))
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [head(x) for head in self]
+def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
+    """A linear head or a three-layer MLP: features (B, K) -> logits (B, C)."""
+    layers = []
+    if mlp:
+        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it follows.
+        layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+        width = 1024
+    last = nn.Linear(width, classes)
+    nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
 
 
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels. Without --cache, the heads learn from random
-    crops of the images of `train` in place of these features. Adds a line for each epoch to
-    `log`."""
+    rate. train and val: features and labels. Without --cache, the heads learn from random crops
+    of the images of `train` in place of these features. Ranks share the encoding of the crops,
+    and then each of them trains all heads. Adds a line for each epoch to `log`."""
     x_train, y_train = train
     x_val, y_val = val
-    n_blocks = x_val.shape[1] // encoder.dim     # whose [CLS] are the features of val
 
-    torch.manual_seed(args.seed)
-    heads = Heads(len(args.lr), x_val.shape[1], len(sets.classes), args.mlp).to(x_val.device)
-    ranks, rank = ser.ranks_and_rank()
-    parallel = nn.parallel.DistributedDataParallel(heads) if ranks > 1 else heads
+    heads = []
+    for _ in args.lr:
+        torch.manual_seed(args.seed)     # all heads have the same first weights
+        head = make_head(x_val.shape[1], len(sets.classes), args.mlp)
+        heads.append(head.to(x_val.device))
 
-    batch = min(args.batch_size, len(y_train)) // ranks * ranks
+    batch = min(args.batch_size, len(y_train))
     steps = len(y_train) // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
@@ -293,22 +272,19 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
+    _, rank = ser.ranks_and_rank()
     kind = "mlp" if args.mlp else "linear"
     name = f"{kind} heads of {fingerprint(encoder)}"
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        # This rank's part of each batch, places among the images.
-        order = torch.randperm(len(y_train), generator=ser.rng(args.seed, "eval", epoch))
-        parts = [rows.chunk(ranks)[rank] for rows in order[:steps * batch].split(batch)]
-
-        if args.cache:
-            batches = ((x_train[part].float(), y_train[part]) for part in parts)
-        else:
+        if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
-            batches = encode(encoder, crops, n_blocks, args, parts)
+            x_train, y_train = extract(encoder, crops, args)
 
+        order = torch.randperm(len(y_train), generator=ser.rng(args.seed, "eval", epoch))
         total = torch.zeros(len(heads), device=x_val.device)
-        for x, y in batches:
-            losses = torch.stack([F.cross_entropy(logits, y) for logits in parallel(x)])
+        for rows in order[:steps * batch].split(batch):
+            x, y = x_train[rows].float(), y_train[rows]
+            losses = torch.stack([F.cross_entropy(head(x), y) for head in heads])
             optimizer.zero_grad()
             losses.sum().backward()     # each head has a loss of its own
             optimizer.step()
@@ -325,7 +301,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             "epoch": epoch + 1,
             "lr": args.lr[best],
             "val top-1 %": top1[best],
-            "loss": total[best].item() / steps}     # on rank 0's parts
+            "loss": total[best].item() / steps}
         if rank == 0:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
@@ -362,15 +338,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). Two measures say how nearly these maps agree. Choice: A.2 has the cosine;
-# retrieval, and the untrained encoder beside the trained one, are ours. Retrieval is also
-# measured between copies with a colour jitter each, as otherwise the mean colour of a patch
-# finds almost every token, without any knowledge of shape.
-def cosine(moved_map: Tensor, map_of_moved: Tensor) -> float:
-    """A.2's score, the mean cosine of the tokens of two maps (B, D, H, W)."""
-    return F.cosine_similarity(moved_map, map_of_moved).mean().item()
-
-
+# f1(rho_g(x)). Choice: A.2 measures how nearly they agree by the cosine; retrieval is ours. It
+# is also measured between copies with a colour jitter each, as otherwise the mean colour of a
+# patch finds almost every token, without any knowledge of shape.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -385,16 +355,9 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     return right.float().mean().item()
 
 
-def sample_relative(element: str, part: int, images: int, grid: int) -> Geometry:
-    """g = g2 g1^-1 of two sampled views, by one kind of motion. Some images stay as they are."""
-    g1 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 1))
-    g2 = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
-    return ser.relative(g2, g1)
-
-
 def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
-    """A turn or a flip of each image. No image stays as it is, where every token would find
-    itself, but a scaling may round to the size that the map has."""
+    """A motion of each image, by one kind. No image stays as it is, where every token would
+    find itself, but a scaling may round to the size that the map has."""
     g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(images) % 3)
@@ -417,26 +380,26 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def mean_over_parts(measure: Callable, sample: Callable, maps_of: Callable, images: Tensor,
-                    patch: int, element: str, change: Callable = nn.Identity()) -> list[float]:
-    """The mean of measure(rho_g(h(x)), h(rho_g(x))) over parts x of 32 images. sample makes
-    the g of a part. maps_of(x) is the list of maps h(x) of several blocks, and each of them
-    gets a value. Both copies, x and rho_g(x), pass `change` before."""
-    totals = 0.0
+def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), for images
+    x as for `retrieval`. As in training, g = g2 g1^-1 of two sampled views, where some images
+    stay as they are."""
+    total = 0.0
     for part, x in enumerate(images.split(32)):
-        g = sample(element, part, len(x), images.shape[-1] // patch)
-        moved_maps = [rho(g, h) for h in maps_of(change(x))]
-        maps_of_moved = maps_of(change(rho(g, x, patch)))
-        values = [measure(*pair) for pair in zip(moved_maps, maps_of_moved)]
-        totals += len(x) * torch.tensor(values, dtype=torch.float64)
-    return (totals / len(images)).tolist()
+        size = (len(x), images.shape[-1] // patch)
+        g1 = ser.sample_geometry(*size, (element,), ser.rng(element, part, 1))
+        g2 = ser.sample_geometry(*size, (element,), ser.rng(element, part, 2))
+        g = ser.relative(g2, g1)
+        cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)))
+        total += len(x) * cosines.mean().item()
+    return total / len(images)
 
 
+@torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
               change: Callable = nn.Identity()) -> float:
     """How often a token finds itself in the moved image, among the tokens of 32 images, as a
-    share: about 1 / (32 H W) by chance. For encoders of other trainings; those of ser.py are
-    measured in `equivariance_rows`.
+    share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
     images: (n, 3, S, S), as f1 takes them, n a multiple of 32, as fewer images are easier.
@@ -448,27 +411,29 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
-    shares = mean_over_parts(
-        share_found, sample_moving, lambda x: [f1(x)], images, patch, element, change)
-    return shares[0]
+
+    total = 0.0
+    for part, x in enumerate(images.split(32)):
+        g = sample_moving(element, part, len(x), h // patch)
+        moved_map = rho(g, f1(change(x)))
+        map_of_moved = f1(change(rho(g, x, patch)))
+        total += len(x) * share_found(moved_map, map_of_moved)
+    return total / len(images)
 
 
-def maps_after(encoder: ViT, blocks: Sequence[int]) -> Callable:
-    """The function that takes images to the list of token maps after blocks. Choice: those of
-    the last block, A.2's "final representation", are after the final LayerNorm."""
-    def maps_of(x: Tensor) -> list[Tensor]:
-        maps = encoder(x, blocks).maps
-        if encoder.depth in maps:
-            tokens = maps[encoder.depth].movedim(1, -1)
-            maps[encoder.depth] = encoder.norm(tokens).movedim(-1, 1)
-        return [maps[block] for block in blocks]
-    return maps_of
+def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
+    """The token map after a block. Choice: that of the last block, A.2's "final representation",
+    is after the final LayerNorm."""
+    h = encoder(x, [block]).maps[block]
+    if block == encoder.depth:
+        h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
+    return h
 
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value, on the set `name`, among so many classes, after a block."""
-    key = {"set": name, "classes": classes, "block": block}
+    """Rows of measure -> value on a set, after a block of the trained encoder."""
+    key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
 
@@ -481,19 +446,10 @@ def results_path(args: Namespace, name: str) -> Path:
     return folder / name
 
 
-def write(path: Path, rows: Sequence[dict], args: Namespace,
-          checkpoint: Checkpoint) -> list[dict]:
-    """Add rows to the file of results. Returns them as they are there, with the settings of
-    the evaluation and the fingerprint of the weights. Rows are of the trained encoder if they
-    name no other one. The training settings of these weights stand under "checkpoints".
-
-    New rows stand at the end. A row replaces an older one of the same measure, settings and
-    weights. The number of classes may differ, as it does if the older evaluation ran while its
-    images were still being copied."""
-    made_by = {"weights": checkpoint.weights, "settings": vars(args), "encoder": "trained"}
-    rows = [made_by | row for row in rows]
-    rows = json.loads(json.dumps(rows))     # as they will be read: JSON has no tuples
-
+def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
+    """Add rows to the file of results, each with the settings and the weights that made it. A
+    row replaces an older one that differs in its value alone, or in the number of classes, as
+    it does if the older evaluation ran while its images were still being copied."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
@@ -501,16 +457,17 @@ def write(path: Path, rows: Sequence[dict], args: Namespace,
     results["checkpoints"][checkpoint.weights] = training
 
     def key(row: dict) -> dict:
-        return {name: row[name] for name in row if name not in ("value", "classes")}
+        return row | {"value": None, "classes": None}
 
-    keys = [key(row) for row in rows]
+    made_by = {"weights": checkpoint.weights, "settings": vars(args)}
+    new = [made_by | row for row in rows]
+    keys = [key(row) for row in new]
     older = [row for row in results["rows"] if key(row) not in keys]
-    results["rows"] = older + rows
+    results["rows"] = older + new
 
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1))
     unfinished.replace(path)
-    return rows
 
 
 def print_table(rows: Sequence[dict]) -> None:
@@ -531,90 +488,63 @@ def print_table(rows: Sequence[dict]) -> None:
 
 
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
-def scores(head: nn.Module | None, test: tuple, train: tuple, among: Tensor, dim: int,
-           kind: str) -> dict[str, float]:
-    """Accuracies of a set, features and labels, among some classes. 20-NN reads the last
-    `dim` features, which are those of the last block."""
-    x, y = test
-    x_train, y_train = train
-    values = {}
-    if head is not None:
-        top1, top5 = accuracy(head(x), y, among)
-        values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
-    candidates = torch.isin(y_train, among)
-    neighbours = x_train[candidates, -dim:]
-    values["20-NN top-1 %"] = knn(neighbours, y_train[candidates], x[:, -dim:], y)
-    return values
-
-
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
-    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
-    # Features. Paper: 4.1, heads read the last four blocks (that have a [CLS]); 20-NN one.
-    n_blocks = min(4, encoder.depth - encoder.cls_layer) if args.with_heads else 1
-    # Without --cache, heads read random crops, and only 20-NN reads these features.
-    n_cached = n_blocks if args.cache else 1
-    x, y = extract(encoder, sets.centre_crops, n_cached, args)
-    if x.is_cuda:     # half the memory; the encoder's bf16 is coarser
-        x = x.half()
-    tests = {}
-    for name, data in sets.tests.items():
-        tests[name] = extract(encoder, data, n_blocks, args)
+    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
+    # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
+    x_train, y_train = extract(encoder, sets.centre_crops, args)
+    if x_train.is_cuda:     # half the memory; the encoder's bf16 is coarser
+        x_train = x_train.half()
+    tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     # The best head.
-    head = None
     kept = {}
     if args.with_heads:
-        head, lr = train_heads(encoder, sets, (x, y), tests["val"], args, log)
-        if not args.mlp:
-            linear, = head
-            kept = {
-                "weight": linear.weight.cpu(),
-                "bias": linear.bias.cpu(),
-                "classes": list(sets.classes),
-                "blocks": n_blocks,
-                "lr": lr}
+        head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
+        kept = {
+            "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
+            "classes": list(sets.classes), "blocks": x_train.shape[1] // encoder.dim, "lr": lr}
 
     # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []
-    kind = "mlp" if args.mlp else "linear"
-    for name, test in tests.items():
+    for name, (x, y) in tests.items():
         all_classes = torch.arange(len(sets.classes)).to(y)
-        own_classes = test[1].unique()
-        groups = [all_classes, own_classes]
-        if len(own_classes) == len(all_classes):
+        groups = [all_classes, y.unique()]
+        if len(groups[1]) == len(all_classes):
             groups = [all_classes]
         for among in groups:
-            values = scores(head, test, (x, y), among, encoder.dim, kind)
+            values = {}
+            if args.with_heads:
+                kind = "mlp" if args.mlp else "linear"
+                top1, top5 = accuracy(head(x), y, among)
+                values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
+
+            near = torch.isin(y_train, among)
+            last = slice(-encoder.dim, None)     # the features of the last block
+            values["20-NN top-1 %"] = knn(x_train[near, last], y_train[near], x[:, last], y)
             rows += make_rows(values, name, len(among), encoder.depth)
     return rows, kept
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
                       elements: Sequence[str] = ser.ELEMENTS) -> list[dict]:
-    """Rows of the elements. Choice: by 512 images that are spread over val, as its images are
-    sorted by class."""
+    """Rows of the elements. Choice: by 512 images, spread over val, which is sorted by class."""
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
     images = ser.normalise(pixels)
-    maps_of = maps_after(encoder, blocks)
     patch = encoder.patch_size
 
     rows = []
-    for element in elements:
+    for element, block in product(elements, blocks):
+        f1 = partial(map_after, encoder, block)
         change = partial(jitter, generator=ser.rng("jitter", element))
-        by_measure = {     # for each measure, the values of all blocks
-            "cosine": mean_over_parts(
-                cosine, sample_relative, maps_of, images, patch, element),
-            "retrieval": mean_over_parts(
-                share_found, sample_moving, maps_of, images, patch, element),
+        values = {
+            f"{element} cosine": cosine(f1, images, patch, element),
+            f"{element} retrieval": retrieval(f1, images, patch, element),
             # `change` normalises, so it takes pixels.
-            "retrieval with jitter": mean_over_parts(
-                share_found, sample_moving, maps_of, pixels, patch, element, change)}
-        for i, block in enumerate(blocks):
-            values = {f"{element} {name}": found[i] for name, found in by_measure.items()}
-            rows += make_rows(values, "val", None, block)
+            f"{element} retrieval with jitter": retrieval(f1, pixels, patch, element, change)}
+        rows += make_rows(values, "val", None, block)
     return rows
 
 
@@ -637,12 +567,11 @@ def evaluate(args: Namespace) -> list[dict]:
         elements = ser.ELEMENTS
 
     rows = []
-    kept = {}
-    for name, encoder in encoders.items():
+    for name, encoder in encoders.items():     # the trained one comes last, so `kept` is its
         encoder.to(device)
         own = []
         if args.with_probe:
-            own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
         rows += [row | {"encoder": name} for row in own]
@@ -652,10 +581,10 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Write before printing, which ends the program if the terminal has been closed.
     write(path, rows, args, checkpoint)
-    if kept.get("trained"):
+    if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-        ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)
+        ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
     print_table(rows)
     print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows

@@ -159,8 +159,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     model = Classifier(encoder, classes, args.drop_path).to(device)
     train(model, data, args, run, path.with_suffix(".pt"))
 
-    features, labels = eval_linear.extract(encoder.eval(), sets.tests["val"], 1, args)
-    logits = model.head(features)
+    features, labels = eval_linear.extract(encoder.eval(), sets.tests["val"], args)
+    logits = model.head(features[:, -encoder.dim:])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(classes, device=device))
     if ser.ranks_and_rank()[1] > 0:
         return

@@ -69,7 +69,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
               device: torch.device) -> Namespace:
     """--head, or the one head of this encoder beside the checkpoint: its path, linear (B, K) ->
-    (B, C), classes, blocks whose [CLS] it reads, and what rows say of it, `made`. Exits with one
+    (B, C), classes, and what rows say of it, `made`. Exits with one
     sentence if no head fits, or several do."""
     paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
@@ -92,8 +92,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
     given = state["settings"]
     made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"], "rates": given["lr"],
             "epochs": given["epochs"], "cached": given["cache"], "seed": given["seed"]}
-    return Namespace(path=path, linear=linear, classes=state["classes"], blocks=state["blocks"],
-                     made=made)
+    return Namespace(path=path, linear=linear, classes=state["classes"], made=made)
 
 
 # ==== ImageNet-C and turned images =======================================================
@@ -116,7 +115,7 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
     """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head, and the
     number of images."""
     images = eval_linear.class_folder(folder, transform, head.classes)
-    features, labels = eval_linear.extract(encoder, images, head.blocks, args)
+    features, labels = eval_linear.extract(encoder, images, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
     return eval_linear.accuracy(head.linear(features), labels, all_classes), len(images)
 
@@ -144,7 +143,7 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path,
     all_classes = torch.arange(len(head.classes)).to(head.linear.weight.device)
     sums = torch.zeros(2, device=all_classes.device)
     for frames, place in tqdm(loader, folder.name, leave=False, disable=rank > 0):
-        logits = head.linear(eval_linear.cls_features(encoder, frames, head.blocks))
+        logits = head.linear(eval_linear.cls_features(encoder, frames))
         label = head.classes.index(videos.classes[place])
         labels = all_classes[label].expand(len(frames))
         sums += torch.tensor(eval_linear.accuracy(logits, labels, all_classes)).to(sums)

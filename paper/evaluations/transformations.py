@@ -82,8 +82,7 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3; 10 epochs
     # of some images, where they have 50 epochs (300 in their README) of all.
     torch.manual_seed(seed)
-    heads = eval_linear.Heads(1, x.shape[1], len(versions), mlp=True)
-    mlp = heads[0].to(x.device)
+    mlp = eval_linear.make_head(x.shape[1], len(versions), mlp=True).to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
     for _ in range(10):
         for rows in torch.randperm(n_train).split(256):

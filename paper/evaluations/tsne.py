@@ -76,10 +76,10 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         data = eval_linear.class_folder(args.data, transform)
 
         # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.
-        features, labels = [x.cpu() for x in eval_linear.extract(encoder, data, 1, args)]
+        features, labels = [x.cpu() for x in eval_linear.extract(encoder, data, args)]
 
         sample = sample_classes(labels, args.classes, args.seed)
-        x = features[sample]
+        x = features[sample, -encoder.dim:]
         y = labels[sample]
         classes = len(y.unique())
         silhouette, purity = separation(x, y)

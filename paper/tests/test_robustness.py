@@ -117,7 +117,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
         first.save(path, "GIF", save_all=True, append_images=others)
         assert torch.equal(robustness.read_video(str(path)), frames)
         resized.append(TF.resize(frames, [16, 16]))
-        logits = head.linear(eval_linear.cls_features(encoder, resized[-1], 2))
+        logits = head.linear(eval_linear.cls_features(encoder, resized[-1]))
         labels = torch.full((len(frames),), label)
         scores.append(eval_linear.accuracy(logits, labels, torch.arange(6)))
     wanted = torch.tensor(scores).mean(0).tolist()
