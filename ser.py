@@ -19,11 +19,9 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
-Sections 1 to 6 are the method. Section 2 makes the batch of the paper's Algorithm 1 and its
-views, and SER.forward in section 6 the loss. What the paper prescribes has its section in
-brackets, as (3.1), or after `Paper:`. `Choice:` marks what it leaves open, or what we do
-otherwise, and then says what the paper has. "The release" is the authors' code,
-github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
+or after `Paper:`. `Choice:` marks what it leaves open, or what we do otherwise. "The release"
+is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -51,7 +49,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
@@ -60,28 +57,26 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code. They need math, torch, torch.nn as nn,
-# torch.nn.functional as F, torch.distributed as dist, and typing.NamedTuple. The last
-# function of section 4, `equivariance_loss`, is what another training calls.
+# Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`. They
+# need math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist, and
+# typing.NamedTuple.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. Tensors are on the
-    CPU, where `rho` can ask which images move alike without waiting for the GPU."""
+    """How each image moves: by a flip, then quarter turns, then a scaling."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Rows and columns (H, W) of the maps after scaling, a size and not a factor. Choice: all
-    # images of a view share it, so that they stay one tensor; Algorithm 1 samples each g.
-    grid: tuple[int, int]
+    # Choice: the images of a view share it, and stay one tensor; Algorithm 1 samples each g.
+    grid: tuple[int, int]    # rows and columns (H, W) of the maps after scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out does nothing, and the others are sampled the same
-    with and without it."""
+    tokens. A kind that `elements` leaves out is sampled, too, so that the others stay the
+    same, and then does nothing. Raises ValueError for a kind that is none of ELEMENTS."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -108,12 +103,9 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # The rule: g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips,
-    # by t2 + t1, where t1 and t2 are the quarter turns of the views.
-    #
-    # The proof: let Q be a quarter turn, M the flip, and m1, m2 say who flips. Products act
-    # from right to left, so a view is Q^t M^m, a flip and then turns. A flipped image turns the
-    # other way round, M Q = Q^-1 M. Hence
+    # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
+    # For let Q be a quarter turn, M the flip, and m1, m2 say who flips. Products act from right
+    # to left, so a view is Q^t M^m. A flipped image turns the other way, M Q = Q^-1 M. Hence
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s = -1 if m1 != m2, else 1.
     flip = g1.flip ^ g2.flip
@@ -126,41 +118,42 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
 
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), uint8 or any float. Crops and rho share it (3.2), and so
-    do position embeddings."""
+    """(B, C, h, w) -> (B, C, *size), of any dtype. Crops and rho share it (3.2), and so do
+    position embeddings."""
     if x.shape[-2:] == size:
         return x
-    half = x.dtype in (torch.float16, torch.bfloat16)     # which CPUs cannot resize
-    resized = F.interpolate(x.float() if half else x, size, mode="bilinear", antialias=True)
+    known = x.dtype in (torch.uint8, torch.float32, torch.float64)     # to every device
+    resized = F.interpolate(x if known else x.float(), size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) =
     g.grid. cell = 1 moves token maps, cell = patch_size moves pixels. Flips and turns
-    permute, bit for bit; only a change of size resamples. Turns count modulo 4, also in a
-    Geometry made by hand. Raises ValueError if the number of images is not that of g."""
+    permute, bit for bit; only a change of size resamples. Turns count modulo 4. Raises
+    ValueError if the number of images is not that of g."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
+    # A motion is a flip, then a half turn, then a quarter turn, and an image makes some of them.
+    moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
+    moves = moves.to(x.device, non_blocking=True)
+    flip, half, quarter = moves.view(3, -1, 1, 1, 1)
+
+    x = torch.where(flip, x.flip(-1), x)
+    x = torch.where(half, x.flip((-2, -1)), x)
+
+    # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
+    turned = torch.rot90(x, 1, (-2, -1))
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    moved = x.new_empty(x.shape[:2] + size)
-    # The images that move in the same way are moved together.
-    for flip in (False, True):
-        for turns in range(4):
-            alike = (g.flip == flip) & (g.turns % 4 == turns)     # (B,)
-            chosen = alike.nonzero().flatten().to(x.device, non_blocking=True)
-            if len(chosen) > 0:
-                part = x[chosen].flip(-1) if flip else x[chosen]
-                part = torch.rot90(part, turns, (-2, -1))
-                moved[chosen] = resize(part, size)
-    return moved
+    moved = torch.where(quarter, resize(turned, size), resize(x, size))
+    return moved.contiguous()     # rot90 exchanges strides
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
-# The partition of Algorithm 1: of a batch in random order, the first images are b1 and
-# the rest are b2. Each rank takes its part of both. What is sampled for an image depends on
-# the image and the epoch. The motions of b2, and the order of the jitter, depend on the step.
+# The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
+# rest are b2. Each rank takes its part of both. What is sampled for an image depends on the
+# image and the epoch. The motions of b2, and the order of the jitter, depend on the step.
 # Nothing depends on the process that samples, so a run can be repeated and continued.
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank), which is (1, 0) in a single process."""
@@ -186,17 +179,15 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 
 def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
-    """Yield this rank's batches of the steps from `start` to before `end`. A batch is a list
-    of items (epoch, index, in_b2), first those of b1, then those of b2. The loader gives each
-    item to Dataset.__getitem__ below, which makes the views of this image. The last,
-    incomplete batch of an epoch is dropped."""
+    """Yield this rank's batches of the steps from `start` to before `end`, as lists of items
+    (epoch, index, in_b2) for Dataset.__getitem__, first those of b1, then those of b2. The
+    last, incomplete batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
-    steps_per_epoch = images // size
 
     for step in range(start, end):
-        epoch, number = divmod(step, steps_per_epoch)
+        epoch, number = divmod(step, images // size)     # the number in the epoch
         if step == start or number == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
         batch = order[number * size:(number + 1) * size]
@@ -208,10 +199,8 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. T_eq has rho_g in place of crop and flip, and jitters as T
-# does. The loader reads an image, crops, flips and resizes it, and samples the numbers of its
-# jitter. The device moves b2 and jitters a whole batch at once, where torchvision would
-# jitter one image after the other.
+# The views. T is MoCo-v3's. The loader samples the numbers of the jitter, too, and the device
+# jitters a whole batch at once, where torchvision would jitter one image after the other.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -237,8 +226,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for a view of an image, where the defaults do nothing. A field is the
     number of one image or, when the loader has collated a batch, a tensor (B,)."""
-    # The crop and its flip, which the loader has made. Some baselines in paper/methods predict
-    # them. Images of b2 have neither; rho_g flips them.
+    # The crop and its flip, which b2 does not have. Some baselines in paper/methods predict them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -288,10 +276,9 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
         aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
-    aug = aug._replace(
-        gray=random.random() < settings.p_gray,
-        solarize=random.random() < settings.p_solarize)
-    return pixels, aug
+    gray = random.random() < settings.p_gray
+    solarize = random.random() < settings.p_solarize
+    return pixels, aug._replace(gray=gray, solarize=solarize)
 
 
 @dataclass
@@ -306,8 +293,7 @@ class Dataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.views(self.load(index), item)
 
-    # Data sets in paper/methods that make views in another way call `load` and `views`
-    # themselves.
+    # Data sets in paper/methods with further views call `load` and `views` themselves.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -375,37 +361,33 @@ class View(NamedTuple):
     b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
     geometry: Geometry | None      # of b2
 
-    # How it was made, which baselines in paper/methods and tests read.
+    # How it was made, which baselines in paper/methods read.
     augmentation: Augmentation          # of b1, then b2
     order: Tensor = torch.arange(4)     # of the colour jitter
 
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
-    """Move b2 by rho_g, and jitter all images. loaded: what the loader made of the batch,
-    for each view the pixels (B, 3, S, S) uint8 of b1, then b2, on the device, and their
-    Augmentation on the CPU."""
+    """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels (B, 3, S, S)
+    uint8 of b1, then b2, on the device, and their Augmentation on the CPU."""
     ranks, rank = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
     for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice: one order of the jitter for all images of a view, on all ranks, for
-        # speed. torchvision samples one for each image, the release one for each GPU and
-        # part.
+        # Choice: one order of the jitter for all images of a view, on all ranks, for speed.
+        # torchvision samples one for each image, the release one for each GPU and part.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
-            # Every rank samples g for all ranks and keeps its own. So all share a grid, which
-            # patch_ntxent needs, because it gathers maps of one size.
+            # Every rank samples g for all ranks, so that all share a grid, as `gather` needs.
             generator = rng(args.seed, "geometry", step, number)
-            grid = pixels.shape[-1] // args.patch_size
-            of_all = sample_geometry(ranks * B2, grid, args.group, generator)
-            own = slice(rank * B2, (rank + 1) * B2)
-            g = Geometry(of_all.flip[own], of_all.turns[own], of_all.grid)
+            side = pixels.shape[-1] // args.patch_size
+            flip, turns, grid = sample_geometry(ranks * B2, side, args.group, generator)
+            g = Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], grid)
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.rows(slice(B1, None)), order)
 
@@ -414,9 +396,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
 
 # The operations of the jitter, which a reader of the method may skip. They are torchvision's,
-# but for a whole batch in which each image has a factor of its own. x: images (B, 3, h, w) in
-# [0, 1]; factor: (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it is,
-# bit for bit.
+# but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1). A factor of 1, or a hue
+# shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -435,9 +416,7 @@ def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue by `shift` of a full circle."""
-    # A colour has a value, which is its largest channel, a chroma, which is how far the
-    # smallest channel lies below, and a hue on a circle of length 6, where red is at 0, green
-    # at 2 and blue at 4.
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
@@ -459,15 +438,12 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    # Kernels reach about three times as far as the largest sigma, 2 of 224 pixels of a view.
-    widest = math.ceil(3 * 2 * max(h, w) / 224)
-    radius = min(widest, h - 1, w - 1)
+    radius = math.ceil(3 * 2 * max(h, w) / 224)     # three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1, by softmax.
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
 
-    # A convolution in B groups has a kernel for each channel. So the images become channels,
-    # and the three colours the batch.
+    # A convolution in B groups has a kernel for each channel, so the images become channels.
     x = F.pad(x, [radius] * 4, mode="reflect")
     x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
     x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
@@ -477,8 +453,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D)."""
-    # Parameters have timm's names, so that paper/experiments/convert.py need not rename them.
+    """A pre-norm transformer block on (B, N, D), whose parameters have timm's names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -530,7 +505,7 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
         # Choice: as MoCo-v3, Xavier-uniform matrices, zero biases, and a patch embedding that
-        # stays random. A convolution's kernel is a matrix once it is flattened.
+        # stays random.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
@@ -574,8 +549,7 @@ class ViT(nn.Module):
 # section can be copied, it asks `dist` itself how many ranks there are.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release. The
-    # eps of LayerNorm is torch's, 1e-5; in the release it is 1e-6.
+    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -630,13 +604,11 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
-        # positive is s(z_ij, z'_ij), (B, N), and logits hold s of all keys, (B, N, R B, 2N).
-        positive = (z * z_prime).sum(-1) / temperature
-        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)
+        positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
+        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # own[i] is the row of image i in keys. same[i, m] says that key image m is anchor
-        # image i itself, whose 2N tokens are no negatives. On the second of two ranks with
-        # two images each:
+        # same[i, m] says that key image m is anchor image i itself, whose 2N tokens are no
+        # negatives. On the second of two ranks with two images each:
         #               m = 0 1 2 3
         #     own = 2       . . T .
         #     own = 3       . . . T
@@ -696,15 +668,14 @@ def encode_view(encoder: ViT, view: View,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    *inner, last = [
-        nn.Linear(fan_in, fan_out, bias=False)
-        for fan_in, fan_out in zip(widths[:-1], widths[1:])]
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
     # training they are those of all GPUs, see `distribute`.
     layers: list[nn.Module] = []
-    for linear in inner:
-        layers += [linear, nn.BatchNorm1d(linear.out_features), nn.ReLU(True)]
-    return nn.Sequential(*layers, last, nn.BatchNorm1d(last.out_features, affine=False))
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        linear = nn.Linear(fan_in, fan_out, bias=False)
+        layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+    last = nn.BatchNorm1d(widths[-1], affine=False)     # in place of the last two
+    return nn.Sequential(*layers[:-2], last)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -769,9 +740,8 @@ class SER(nn.Module):
         self.weight = weight
         self.temperature = temperature
 
-        self.projectors = nn.ModuleDict()
-        for layer in self.layers:
-            self.projectors[str(layer)] = projector(base.encoder.dim)
+        self.projectors = nn.ModuleDict({
+            str(layer): projector(base.encoder.dim) for layer in self.layers})
 
     def forward(self, views: Sequence[View]) -> dict[str, Tensor]:
         """Algorithm 1 on two views. Returns `loss`, and its parts without gradient."""
@@ -779,16 +749,15 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice: b1 and b2 share one mean and all keys, as in the release. Eq. 3 has a mean
-        # over each part. With 24 images in b2 and 2,024 in b1, one of b2 would then weigh as
-        # much as 84 of b1.
+        # Choice: b1 and b2 share one mean and all keys, as in the release. With the two means
+        # of Eq. 3, one of 24 images in b2 would weigh as much as 84 of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # With weight 0 it is computed, too, so that the control differs in nothing else.
-        # In the release, L_equiv has no gradient, as its gather drops it. Here the gradient
-        # reaches f1 by both views. paper/README has all other differences.
+        # With weight 0 it is computed, too, so that the control differs in nothing else. In
+        # the release it has no gradient, as its gather drops it. paper/README has all other
+        # differences.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -806,37 +775,23 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. argparse says "argument --ratio: invalid share value: '2'".
-def positive(text: str) -> float:
-    """A number above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError
-    return value
+def number(name: str, low: float, high: float = 1e9, kind: type = float) -> Callable:
+    """The type of a flag, a number from `low` to `high`. argparse says of others, for example,
+    "argument --ratio: invalid share value: '2'"."""
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:     # nor is nan
+            raise ValueError
+        return value
+
+    read.__name__ = name
+    return read
 
 
-def nonnegative(text: str) -> float:
-    """A number from 0 on."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError
-    return value
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError
-    return value
-
-
-def count(text: str) -> int:
-    """A whole number above 0."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+positive = number("positive", 1e-9)
+nonnegative = number("nonnegative", 0)
+share = number("share", 0, 1)
+count = number("count", 1, kind=int)
 
 
 # What replaces the defaults without --data, where images are synthetic.
@@ -846,8 +801,7 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 
 
 def arguments() -> ArgumentParser:
-    """The flags of ser.py. Another method adds its own, and changes defaults by
-    `set_defaults`."""
+    """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", default="", help="folder of images, any depth; none: synthetic images")
@@ -982,14 +936,6 @@ def encoder_of(state: dict[str, Any]) -> ViT:
     return encoder.eval()
 
 
-def run_settings(args: Namespace, model: nn.Module, images: int, image_names: str) -> dict:
-    """What `resume` compares, so that a folder holds one run."""
-    ranks, _ = ranks_and_rank()
-    method = f"{type(model).__name__} on {type(model.base).__name__}"
-    own = {"method": method, "images": images, "image_names": image_names, "ranks": ranks}
-    return vars(args) | own
-
-
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
     """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
     state = load_checkpoint(path)
@@ -1008,24 +954,20 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 
 def distribute(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model in DDP and, on GPUs, with SyncBatchNorm, as ranks train it. A single rank gets
-    the model itself back. Its parameters stay the same tensors."""
+    """The model in DDP and, on GPUs, with SyncBatchNorm, if there are several ranks."""
     ranks, _ = ranks_and_rank()
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in place
-
-    # DDP gets no device_ids. With them it would move the Geometry of b2 to the GPU, and rho,
-    # which asks eight times which images move alike, would wait for the GPU each time.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
           make_optimizer: Callable = adamw,
           schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
-    Methods in paper/methods bring their own parts:
+    Methods in paper/methods bring functions of their own in place of these four:
         build(args)                        the model: SER, or an add-on, on a `base` of section 5
         make_dataset(source, args)         what `two_views` returns
         make_optimizer(model, args)        what `adamw` returns
@@ -1033,7 +975,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
-    source, name_checksum = find_images(args)
+    source, image_names = find_images(args)
     check_settings(args, len(source), ranks)
     steps_per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
@@ -1043,7 +985,10 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     parallel = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
-    settings = run_settings(args, model, len(source), name_checksum)
+    # `resume` compares settings, so that a folder holds one run.
+    settings = vars(args) | {
+        "method": f"{type(model).__name__} on {type(model.base).__name__}",
+        "images": len(source), "image_names": image_names, "ranks": ranks}
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
@@ -1122,7 +1067,7 @@ def checksum(names: Sequence[str]) -> str:
 
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
-    # Choice: it is not turned as its EXIF flag may say, like in torchvision's ImageFolder.
+    # Choice: its EXIF flag does not turn it, as in torchvision's ImageFolder.
     try:
         with Image.open(path) as image:
             if getattr(image, "is_animated", False) or image.mode.startswith(("I", "F")):
@@ -1134,8 +1079,7 @@ def read_image(path: str) -> Tensor:
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,),
-    which eval_linear.py predicts."""
+    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,)."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
 
@@ -1186,20 +1130,18 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     if size <= least_b2:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
     if size != fitting:
-        sys.exit(f"--batch-size {size}: should be {fitting}, for {images} images and {ranks} "
-                 "ranks")
+        sys.exit(f"--batch-size {size}: should be {fitting}; {images} images, {ranks} ranks")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
         sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
                  f"now b2 has {b2_total} of {size} images")
 
 
 def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO, tqdm]:
-    """Open the log, write all settings to it, print the plan, and make the bar. Those of
-    ranks other than 0 go nowhere."""
+    """Write all settings to the log, print the plan, and make the bar, on rank 0 alone."""
     _, rank = ranks_and_rank()
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
-    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # a line at once
+    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
     # L_equiv at chance is that of embeddings that are all equal, on a square grid.

@@ -1029,7 +1029,7 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, wanted, folder
     ("cuda", 2, nn.SyncBatchNorm), ("cuda", 1, nn.BatchNorm1d), ("cpu", 2, nn.BatchNorm1d)])
 def test_batch_norm_is_that_of_all_gpus(kind, ranks, wanted, monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
-    monkeypatch.setattr(ser, "DistributedDataParallel", lambda model, **_: model)
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
     model = ser.build(toy())
     assert ser.distribute(model, torch.device(kind)) is model
     norms = [m for m in model.modules() if isinstance(m, (nn.SyncBatchNorm, nn.BatchNorm1d))]
