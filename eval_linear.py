@@ -503,7 +503,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
         head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
         kept = {
             "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-            "classes": list(sets.classes), "blocks": x_train.shape[1] // encoder.dim, "lr": lr}
+            "classes": list(sets.classes), "lr": lr}
 
     # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []

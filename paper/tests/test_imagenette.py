@@ -14,7 +14,7 @@ import ser
 from paper.experiments import imagenette, sweep
 from paper.experiments.imagenette import NAMES
 from paper.tests.toys import class_folders
-from test_ser import sentence
+from test_ser import paste, sentence
 
 ROOT = Path(ser.__file__).parent
 ROWS = str(ROOT / "paper/experiments/imagenette.json")
@@ -170,14 +170,11 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
 
 def test_readmes_bars_are_those_of_its_table(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    text = (ROOT / "paper/README.md").read_text()
-    block, = re.findall("^```python\n(import json.*?)^```", text, re.M | re.S)
     (tmp_path / "paper").symlink_to(ROOT / "paper")
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(block, names)
-    first, _, third, *_ = readme_table("README.md", "| | untrained |").values()
-    for panel, cells in zip(names["panels"], [first, third]):
+    panels = paste("import json")["panels"]
+    found, _, linear, *_ = readme_table("README.md", "| | untrained |").values()
+    for panel, cells in zip(panels, [found, linear]):
         widths = [bar.get_width() for bar in panel.patches]
         assert widths == pytest.approx([numbers(cell)[0] for cell in cells], abs=0.05)
 

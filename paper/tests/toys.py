@@ -35,7 +35,7 @@ def toy_head(checkpoint, name="head-toy.pt"):
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     weight = noise(6, 2 * TOY["dim"], seed=3)
     bias = noise(6, seed=4)
-    ser.save(path, weight=weight, bias=bias, classes=CLASSES, blocks=2, lr=0.1, weights=weights,
+    ser.save(path, weight=weight, bias=bias, classes=CLASSES, lr=0.1, weights=weights,
              settings=settings)
     return str(path)
 
