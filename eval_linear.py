@@ -12,15 +12,15 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags together give the results of each, and --mlp --cache MLPs on centre crops. With
-equivariance, the untrained encoder that the run began with is evaluated as well. Without --data,
-images are synthetic, --cache is always on, and so is equivariance, though only of turns and after
-the last block of f1.
+Several flags together give the results of each, and --mlp --cache MLPs on centre crops.
+With equivariance, the untrained encoder that the run began with is evaluated as well.
+Without --data, images are synthetic, --cache is always on, and so is equivariance, though
+only of turns and after the last block of f1.
 
-eval.json collects the results of all evaluations. Each row names the settings that made it and,
-by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each epoch of the
-heads. The best linear head is kept in a file whose name depends on settings and weights, so that
-no other head replaces it. A stopped evaluation begins anew.
+eval.json collects the results of all evaluations. Each row names the settings that made
+it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
+epoch of the heads. The best linear head is kept in a file whose name depends on settings
+and weights, so that no other head replaces it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -64,7 +64,8 @@ def arguments() -> ArgumentParser:
     add("--lr", type=ser.positive, nargs="+", default=rates,
         help="learning rates, scaled by batch size / 256; each trains a head")
     add("--epochs", type=ser.count, default=50, help="passes over the images (paper: 50)")
-    add("--batch-size", type=ser.count, default=1024, help="of heads, over all ranks")
+    add("--batch-size", type=ser.count, default=1024,
+        help="images a step, of heads and of the encoder, over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
@@ -75,7 +76,7 @@ def parse(argv: Sequence[str] | None = None,
     """The settings of a command line, and what they ask for: heads, 20-NN, equivariance."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
-    if synthetic:     # on two cores
+    if synthetic:     # what suits two cores
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
     if synthetic and (args.val or args.test):
@@ -84,7 +85,8 @@ def parse(argv: Sequence[str] | None = None,
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
     args.with_equivariance = args.equivariance or synthetic
-    args.cache = args.cache or synthetic     # which, unlike the flag, does not ask for heads
+    # At the end, as --cache would ask for heads if the user gave it.
+    args.cache = args.cache or synthetic
     return args
 
 
@@ -178,7 +180,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows of a set called "train" or "crops" would look like those of training images.
+        # A set called "train" or "crops" would be taken for the training images.
         if not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
@@ -202,9 +204,10 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===============================================
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They are
-    [CLS] after each of the last four blocks (that have one), the last block's at the end.
-    Choice: all of them after the encoder's final LayerNorm."""
+    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They
+    are [CLS] after each of the last four blocks, or fewer if it enters later. K ends with
+    the D features of the last block. Choice: all of them after the encoder's final
+    LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last = range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -251,9 +254,9 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels. Without --cache, the heads learn from random crops
-    of the images of `train` in place of these features. Ranks share the encoding of the crops,
-    and then each of them trains all heads. Adds a line for each epoch to `log`."""
+    rate. train and val: features and labels. Without --cache, the heads learn from random
+    crops of the images of `train` in place of these features. Ranks share the encoding of
+    the crops, and then each of them trains all heads. `log` gets a line for each epoch."""
     x_train, y_train = train
     x_val, y_val = val
 
@@ -338,9 +341,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). Choice: A.2 measures how nearly they agree by the cosine; retrieval is ours. It
-# is also measured between copies with a colour jitter each, as otherwise the mean colour of a
-# patch finds almost every token, without any knowledge of shape.
+# f1(rho_g(x)). Choice: A.2 measures by the cosine how nearly they agree; retrieval is ours.
+# It is also measured between copies with a colour jitter each, as otherwise the mean colour
+# of a patch finds almost every token, without any knowledge of shape.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -402,7 +405,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), as f1 takes them, n a multiple of 32, as fewer images are easier.
+    images: (n, 3, S, S), as f1 takes them or, if it is given, as `change` takes them. n is a
+        multiple of 32, as fewer images are easier.
     element: what moves them, "rot90", "hflip" or "scale".
     change: a function that alters images at random, such as a colour jitter. It is called on
     each of the two copies before f1.
@@ -432,7 +436,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block of the trained encoder."""
+    """Rows of measure -> value on a set, after a block. They are of the trained encoder, where
+    `evaluate` does not name the other one."""
     key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
@@ -447,9 +452,10 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
-    """Add rows to the file of results, each with the settings and the weights that made it. A
-    row replaces an older one that differs in its value alone, or in the number of classes, as
-    it does if the older evaluation ran while its images were still being copied."""
+    """Add rows to the file of results, each with the settings and the weights that made
+    it. A row replaces older ones that differ in nothing but the value and the number of
+    classes, which differs if the older evaluation ran while its images were still being
+    copied. New rows do not replace each other."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())

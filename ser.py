@@ -68,15 +68,16 @@ class Geometry(NamedTuple):
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Choice: the images of a view share it, and stay one tensor; Algorithm 1 samples each g.
+    # Choice: all images of a view share one grid, and so stay one tensor. In Algorithm 1 each
+    # image has a g of its own.
     grid: tuple[int, int]    # rows and columns (H, W) of the maps after scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out is sampled, too, so that the others stay the
-    same, and then does nothing. Raises ValueError for a kind that is none of ELEMENTS."""
+    tokens. A kind that `elements` leaves out does nothing, and the others are sampled the same
+    with and without it. Raises ValueError for a kind that is none of ELEMENTS."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -104,7 +105,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
     # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
-    # For let Q be a quarter turn, M the flip, and m1, m2 say who flips. Products act from right
+    # Proof: Q is a quarter turn, M the flip, and m1, m2 say who flips. Products act from right
     # to left, so a view is Q^t M^m. A flipped image turns the other way, M Q = Q^-1 M. Hence
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s = -1 if m1 != m2, else 1.
@@ -112,8 +113,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # The scalings changed nothing but the size, as every view shows the whole image. So to
-    # resize the turned map to the grid of g2 undoes one and makes the other, up to resampling.
+    # A scaling is a resize of the whole image to (H, W). The inverse of the first one is a
+    # resize back to the square, and with the second one it is a single resize to (H2, W2).
     return Geometry(flip, turns, g2.grid)
 
 
@@ -122,8 +123,8 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     position embeddings."""
     if x.shape[-2:] == size:
         return x
-    known = x.dtype in (torch.uint8, torch.float32, torch.float64)     # to every device
-    resized = F.interpolate(x if known else x.float(), size, mode="bilinear", antialias=True)
+    direct = x.dtype in (torch.uint8, torch.float32, torch.float64)     # others by float32
+    resized = F.interpolate(x if direct else x.float(), size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
 
@@ -147,7 +148,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     turned = torch.rot90(x, 1, (-2, -1))
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = torch.where(quarter, resize(turned, size), resize(x, size))
-    return moved.contiguous()     # rot90 exchanges strides
+    return moved.contiguous()     # row by row in memory, whether turned or not
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
@@ -438,7 +439,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    radius = math.ceil(3 * 2 * max(h, w) / 224)     # three times the largest sigma
+    radius = math.ceil(3 * 2 * max(h, w) / 224)     # about three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -545,8 +546,10 @@ class ViT(nn.Module):
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
-# ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient. As this
-# section can be copied, it asks `dist` itself how many ranks there are.
+# ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
+#
+# SER calls `align_and_contrast`. Other trainings call `equivariance_loss`, which moves images,
+# too. As this section can be copied, it asks `dist` itself how many ranks there are.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
@@ -556,7 +559,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`gather`, of more ranks than one."""
+    """`gather`, under torchrun."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -575,7 +578,7 @@ class AllGather(torch.autograd.Function):
 
 def gather(x: torch.Tensor) -> torch.Tensor:
     """(B, ...) of each rank -> (R B, ...), in the order of ranks and with gradient for
-    all of them. In a single process, x itself. All ranks must have the same B."""
+    all of them. Without torchrun, x itself. All ranks must have the same B."""
     if dist.is_available() and dist.is_initialized():
         return AllGather.apply(x)
     return x
@@ -633,11 +636,10 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv for a training that is not ours, whose images are not moved yet. SER below does
-    not call it, as `make_views` moves images before it jitters them.
+    """L_equiv for a training that is not ours, whose images are not moved yet.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. Views of any image are nearly square.
+    colour jitter of its own, and normalised. The aspect ratio of views is 3/4 to 4/3.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks."""
@@ -750,14 +752,14 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice: b1 and b2 share one mean and all keys, as in the release. With the two means
-        # of Eq. 3, one of 24 images in b2 would weigh as much as 84 of b1.
+        # of Eq. 3, each of 24 images in b2 would weigh as much as 84 of the 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # With weight 0 it is computed, too, so that the control differs in nothing else. In
-        # the release it has no gradient, as its gather drops it. paper/README has all other
-        # differences.
+        # The control, of weight 0, computes L_equiv as well, so that it differs in nothing else.
+        # In the release, L_equiv has no gradient at any weight, as its gather drops it. All
+        # other differences are in paper/README.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -775,12 +777,12 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-def number(name: str, low: float, high: float = 1e9, kind: type = float) -> Callable:
-    """The type of a flag, a number from `low` to `high`. argparse says of others, for example,
-    "argument --ratio: invalid share value: '2'"."""
+def flag_type(name: str, low: float, high: float = 1e9, kind: type = float) -> Callable:
+    """What argparse calls to read a number from `low` to `high`. It calls other numbers by
+    `name`, as in "argument --ratio: invalid share value: '2'"."""
     def read(text: str) -> float:
         value = kind(text)
-        if not low <= value <= high:     # nor is nan
+        if not low <= value <= high:     # which is false for nan, too
             raise ValueError
         return value
 
@@ -788,10 +790,10 @@ def number(name: str, low: float, high: float = 1e9, kind: type = float) -> Call
     return read
 
 
-positive = number("positive", 1e-9)
-nonnegative = number("nonnegative", 0)
-share = number("share", 0, 1)
-count = number("count", 1, kind=int)
+positive = flag_type("positive", 1e-9)
+nonnegative = flag_type("nonnegative", 0)
+share = flag_type("share", 0, 1)
+count = flag_type("count", 1, kind=int)
 
 
 # What replaces the defaults without --data, where images are synthetic.
@@ -813,8 +815,8 @@ def arguments() -> ArgumentParser:
     # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
     add("--heads", type=count, default=6, help="attention heads")
     # Choice: two flags, so that one may move without the other. In the paper [CLS] enters after
-    # the block of L_equiv, so change both. After the last block it cannot enter, so for L_equiv
-    # there, Choice: --cls-layer is 0, a plain ViT.
+    # the block of L_equiv, so change both. It cannot enter after the last block. For L_equiv
+    # there, give --cls-layer 0, which makes a plain ViT.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -940,6 +942,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
     state = load_checkpoint(path)
     saved = state["settings"]
+    # The folder of the images may move, as they are known by their names.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
