@@ -69,8 +69,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
               device: torch.device) -> Namespace:
     """--head, or the one head of this encoder beside the checkpoint: its path, linear (B, K) ->
-    (B, C), classes, and what rows say of it, `made`. Exits with one
-    sentence if no head fits, or several do."""
+    (B, C), classes, and what rows say of it, `made`. Exits with one sentence if no head fits, or
+    several do."""
     paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
     for path in paths:

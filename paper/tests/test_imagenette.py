@@ -12,7 +12,6 @@ from PIL import Image
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.experiments.imagenette import NAMES
 from paper.tests.toys import class_folders
 from test_ser import paste, sentence
 
@@ -32,7 +31,7 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
     argv = ["--data", "D", "--seeds", "1", "--print"]
     imagenette.main(imagenette.settings([*argv, "--bf16"]))
     lines = [line.split()[3:] for line in capsys.readouterr().out.splitlines()]
-    for name, words, differs in zip(NAMES, lines[::4], OTHERS, strict=True):
+    for name, words, differs in zip(imagenette.NAMES, lines[::4], OTHERS, strict=True):
         wanted = ser.parse(f"{SER} {differs} --out runs/imagenette/{name}-1".split())
         assert words[:2] == ["--plain", "ser.py"]
         assert ser.parse(words[2:]) == wanted, name
