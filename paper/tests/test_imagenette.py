@@ -13,7 +13,7 @@ import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
 from paper.tests.toys import class_folders
-from test_ser import paste, sentence
+from test_ser import sentence
 
 ROOT = Path(ser.__file__).parent
 ROWS = str(ROOT / "paper/experiments/imagenette.json")
@@ -165,17 +165,6 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             if "(" not in cell:
                 wanted = wanted.split("(")[0]
             assert shown == pytest.approx(numbers(wanted)), (title, column)
-
-
-def test_readmes_bars_are_those_of_its_table(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "paper").symlink_to(ROOT / "paper")
-    monkeypatch.chdir(tmp_path)
-    panels = paste("import json")["panels"]
-    found, _, linear, *_ = readme_table("README.md", "| | untrained |").values()
-    for panel, cells in zip(panels, [found, linear]):
-        widths = [bar.get_width() for bar in panel.patches]
-        assert widths == pytest.approx([numbers(cell)[0] for cell in cells], abs=0.05)
 
 
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
