@@ -939,7 +939,8 @@ def encoder_of(state: dict[str, Any]) -> ViT:
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a checkpoint; returns its step. Exits with one sentence if the run is another."""
+    """Load a checkpoint; returns its step. A folder holds one run, so this exits with one
+    sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
     # The folder of the images may move, as they are known by their names.
@@ -967,8 +968,7 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
-          make_optimizer: Callable = adamw,
-          schedule: Callable = set_learning_rate) -> Path:
+          make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
     Methods in paper/methods bring functions of their own in place of these four:
         build(args)                        the model: SER, or an add-on, on a `base` of section 5
@@ -988,7 +988,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     parallel = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
-    # `resume` compares settings, so that a folder holds one run.
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
         "images": len(source), "image_names": image_names, "ranks": ranks}
@@ -997,10 +996,9 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
-    batches = batch_items(len(source), args, start, steps)
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=batches, num_workers=args.workers,
-        pin_memory=device.type == "cuda")
+        make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
+        num_workers=args.workers, pin_memory=device.type == "cuda")
     log, bar = open_log(path.with_name("log.jsonl"), settings, start, steps)
 
     for step, loaded in enumerate(loader, start):
