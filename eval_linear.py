@@ -82,11 +82,12 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
+    # The table above: what these flags ask for, of which two leave heads out.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_probe = args.with_heads or args.knn     # heads, 20-NN or both
+    args.with_knn = args.knn or args.with_heads     # it is quick, where features are there
     args.with_equivariance = args.equivariance or synthetic
-    # At the end, as --cache would ask for heads if the user gave it.
-    args.cache = args.cache or synthetic
+    if synthetic:     # there are no random crops of them
+        args.cache = True
     return args
 
 
@@ -180,7 +181,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # A set called "train" or "crops" would be taken for the training images.
+        # In a table of results, "train" or "crops" would read as the training images.
         if not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
@@ -254,10 +255,12 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels. Without --cache, the heads learn from random
-    crops of the images of `train` in place of these features. Ranks share the encoding of
-    the crops, and then each of them trains all heads. On ImageNet, an epoch's features of a
-    ViT-S are 8 GB, of which a GPU holds two. `log` gets a line for each epoch."""
+    rate. train and val: features and labels of centre crops.
+
+    With --cache, the heads learn from `train`. Without it, they learn from random crops, which
+    are encoded anew for each epoch. Ranks share the encoding, and then each of them trains all
+    heads. On ImageNet, the features of a ViT-S are 8 GB for an epoch, and those of the last
+    epoch stay on the GPU until the new ones are there. `log` gets a line for each epoch."""
     x_train, y_train = train
     x_val, y_val = val
 
@@ -343,8 +346,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). Choice: A.2 measures by the cosine how nearly they agree; retrieval is ours.
-# It is also measured between copies with a colour jitter each, as otherwise the mean colour
-# of a patch finds almost every token, without any knowledge of shape.
+# Retrieval is also measured between copies with a colour jitter each, as otherwise the mean
+# colour of a patch finds almost every token, without any knowledge of shape.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -406,11 +409,11 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), as f1 takes them or, if it is given, as `change` takes them. n is a
-        multiple of 32, as fewer images are easier.
+    images: (n, 3, S, S), as f1 takes them or, if it is given, as `change` takes them. n should
+        be a multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
     change: a function that alters images at random, such as a colour jitter. It is called on
-    each of the two copies before f1.
+        each of the two copies before f1.
     Raises ValueError for images that are not square, or do not consist of patches, and for
     maps of another size."""
     h, w = images.shape[-2:]
@@ -437,8 +440,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block. They are of the trained encoder, where
-    `evaluate` does not name the other one."""
+    """Rows of measure -> value on a set, after a block, of the trained encoder. Whoever evaluates
+    another encoder puts its name into the rows."""
     key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
@@ -453,10 +456,11 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
-    """Add rows to the file of results, each with the settings and the weights that made
-    it. A row replaces older ones that differ in nothing but the value and the number of
-    classes, which differs if the older evaluation ran while its images were still being
-    copied. New rows do not replace each other."""
+    """Add rows to the file of results, each with the settings and the weights that made it.
+
+    A row replaces what the same evaluation wrote before, which differs from it in the value
+    alone. It may also differ in the number of classes, if a set was only half copied then: new
+    rows of 1,000 classes replace old ones of 400. Rows of one call never replace each other."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
@@ -577,7 +581,7 @@ def evaluate(args: Namespace) -> list[dict]:
     for name, encoder in encoders.items():     # the trained one comes last, so `kept` is its
         encoder.to(device)
         own = []
-        if args.with_probe:
+        if args.with_knn:
             own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)

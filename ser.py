@@ -16,12 +16,13 @@ intermediate layer, where the patch tokens still form a map of the image:
 
 Usage:
     python ser.py                                                 tiny ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU; b2 has 15 images
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
-or after `Paper:`. `Choice:` marks what it leaves open, or what we do otherwise. "The release"
-is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+or after `Paper:`. `Choice:` marks what it leaves open. Where we depart from it, which is for
+speed or as the release does, the mark names what the paper has. "The release" is the authors'
+code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -106,15 +107,17 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
     # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
     # Proof: Q is a quarter turn, M the flip, and m1, m2 say who flips. Products act from right
-    # to left, so a view is Q^t M^m. A flipped image turns the other way, M Q = Q^-1 M. Hence
+    # to left, so a view is S Q^t M^m with a scaling S. A flipped image turns the other way,
+    # M Q = Q^-1 M. Without the scalings,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s = -1 if m1 != m2, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # A scaling is a resize of the whole image to (H, W). The inverse of the first one is a
-    # resize back to the square, and with the second one it is a single resize to (H2, W2).
+    # Flips and turns of the whole square stand between S1^-1, a resize back to the square, and
+    # S2, a resize to (H2, W2). A resize before a turn is the same, with its sides exchanged, as
+    # one after it. So both are one resize to (H2, W2), up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -123,8 +126,10 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     position embeddings."""
     if x.shape[-2:] == size:
         return x
-    direct = x.dtype in (torch.uint8, torch.float32, torch.float64)     # others by float32
-    resized = F.interpolate(x if direct else x.float(), size, mode="bilinear", antialias=True)
+    # On a CPU, PyTorch resizes these types alone.
+    supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
+    source = x if supported else x.float()
+    resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
 
@@ -136,7 +141,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # A motion is a flip, then a half turn, then a quarter turn, and an image makes some of them.
+    # An image is flipped or not, then makes a half turn or not, then a quarter turn or not.
+    # The three answers go to the device together, as (B, 1, 1, 1) each.
     moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
     moves = moves.to(x.device, non_blocking=True)
     flip, half, quarter = moves.view(3, -1, 1, 1, 1)
@@ -148,14 +154,14 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     turned = torch.rot90(x, 1, (-2, -1))
     size = (g.grid[0] * cell, g.grid[1] * cell)
     moved = torch.where(quarter, resize(turned, size), resize(x, size))
-    return moved.contiguous()     # row by row in memory, whether turned or not
+    return moved.contiguous()     # so that turned maps are stored in the same order as others
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
-# rest are b2. Each rank takes its part of both. What is sampled for an image depends on the
-# image and the epoch. The motions of b2, and the order of the jitter, depend on the step.
-# Nothing depends on the process that samples, so a run can be repeated and continued.
+# rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
+# the image and the epoch. The motions of b2, and the order of the jitter, depend on --seed and
+# the step. Nothing depends on the process that samples, so a run can be repeated and continued.
 def ranks_and_rank() -> tuple[int, int]:
     """(R, this rank), which is (1, 0) in a single process."""
     if dist.is_initialized():
@@ -188,7 +194,7 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
     b1_total = size - ranks * b2_per_rank(args, ranks)
 
     for step in range(start, end):
-        epoch, number = divmod(step, images // size)     # the number in the epoch
+        epoch, number = divmod(step, images // size)     # batch `number` of the epoch
         if step == start or number == 0:
             order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
         batch = order[number * size:(number + 1) * size]
@@ -211,7 +217,8 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 #   colour jitter   device    .8      .8       brightness, contrast .4,   the same
 #                                              saturation .2, hue .1
 #   grayscale       device    .2      .2                                  the same
-#   blur            device    1       .1       sigma .1 to 2 of 224       the same
+#   blur            device    1       .1       sigma .1 to 2 pixels       the same
+#                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
 class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
@@ -262,8 +269,8 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
         flip = random.random() < settings.p_flip
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Paper: 3.2, T_eq does not crop. Choice: the whole image becomes a square, which rho_g
-    # resizes once more.
+    # The crop becomes a square. Paper: 3.2, T_eq does not crop. Choice: in b2, the whole image
+    # becomes a square, which rho_g resizes once more.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -439,7 +446,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    radius = math.ceil(3 * 2 * max(h, w) / 224)     # about three times the largest sigma
+    radius = math.ceil(6 * max(h, w) / 224)     # three times the largest sigma, that of the table
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -546,7 +553,11 @@ class ViT(nn.Module):
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
-# ranks, as in the formula of 3.3. Anchors, positives and negatives carry gradient.
+# ranks, as in the formula of 3.3. (Its text on collapse speaks of other places, too.)
+#
+# Anchors, positives and negatives carry gradient. In the release none of them does, so that
+# L_equiv trains nothing: its tokens pass a gather without gradient, builder/moco.py, lines 956
+# and 1067. The other differences are in paper/README, under "Deviations".
 #
 # SER calls `align_and_contrast`. Other trainings call `equivariance_loss`, which moves images,
 # too. As this section can be copied, it asks `dist` itself how many ranks there are.
@@ -616,7 +627,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         #     own = 2       . . T .
         #     own = 3       . . . T
         own = torch.arange(len(z), device=z.device)                  # (B,)
-        if len(keys) > len(z):
+        if len(keys) > len(z):     # several ranks
             own = own + len(z) * dist.get_rank()
         same = own[:, None] == torch.arange(len(keys), device=z.device)
         negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
@@ -635,17 +646,20 @@ def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: to
 
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
-                      temperature: float = 0.3) -> torch.Tensor:
+                      temperature: float = 0.3,
+                      elements: tuple[str, ...] = ELEMENTS) -> torch.Tensor:
     """L_equiv for a training that is not ours, whose images are not moved yet.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. The aspect ratio of views is 3/4 to 4/3.
+    colour jitter of its own, and normalised. They should be squares, as the views are resized
+    from aspect ratios of 3/4 to 4/3 whatever that of the images is.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
-    shared: a generator that has the same seed on all ranks."""
+    shared: a generator that has the same seed on all ranks.
+    elements: what moves the images; () is a control, the same loss without any motion."""
     side = min(images1.shape[2:]) // patch
-    g1 = sample_geometry(len(images1), side, generator=shared)
-    g2 = sample_geometry(len(images1), side, generator=shared)
+    g1 = sample_geometry(len(images1), side, elements, shared)
+    g2 = sample_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
@@ -672,12 +686,13 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
     # training they are those of all GPUs, see `distribute`.
+    *hidden, last = zip(widths, widths[1:])
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
+    for fan_in, fan_out in hidden:
         linear = nn.Linear(fan_in, fan_out, bias=False)
         layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    last = nn.BatchNorm1d(widths[-1], affine=False)     # in place of the last two
-    return nn.Sequential(*layers[:-2], last)
+    layers += [nn.Linear(*last, bias=False), nn.BatchNorm1d(last[1], affine=False)]
+    return nn.Sequential(*layers)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -758,8 +773,6 @@ class SER(nn.Module):
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv as well, so that it differs in nothing else.
-        # In the release, L_equiv has no gradient at any weight, as its gather drops it. All
-        # other differences are in paper/README.
         equiv = self.equivariance(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -777,23 +790,29 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-def flag_type(name: str, low: float, high: float = 1e9, kind: type = float) -> Callable:
-    """What argparse calls to read a number from `low` to `high`. It calls other numbers by
-    `name`, as in "argument --ratio: invalid share value: '2'"."""
-    def read(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:     # which is false for nan, too
-            raise ValueError
-        return value
-
-    read.__name__ = name
-    return read
+# What argparse calls to read a number. It refuses others by the function's name, as in
+# "argument --ratio: invalid share value: '2'".
+def positive(text: str) -> float:
+    return within(1e-9, 1e9, float(text))
 
 
-positive = flag_type("positive", 1e-9)
-nonnegative = flag_type("nonnegative", 0)
-share = flag_type("share", 0, 1)
-count = flag_type("count", 1, kind=int)
+def nonnegative(text: str) -> float:
+    return within(0, 1e9, float(text))
+
+
+def share(text: str) -> float:
+    return within(0, 1, float(text))
+
+
+def count(text: str) -> int:
+    return within(1, 1e9, int(text))
+
+
+def within(low: float, high: float, value: Any) -> Any:
+    """The value, if it is from low to high. Raises ValueError if it is not, or is nan."""
+    if not low <= value <= high:
+        raise ValueError(value)
+    return value
 
 
 # What replaces the defaults without --data, where images are synthetic.
@@ -812,15 +831,16 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
     add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
-    # Choice: 6 heads and the base rate 3e-4, as the release; MoCo-v3 has 12 and 1.5e-4.
+    # Choice: 6 heads, as the release; MoCo-v3 has 12.
     add("--heads", type=count, default=6, help="attention heads")
-    # Choice: two flags, so that one may move without the other. In the paper [CLS] enters after
-    # the block of L_equiv, so change both. It cannot enter after the last block. For L_equiv
-    # there, give --cls-layer 0, which makes a plain ViT.
+    # In the paper, [CLS] enters after the block of L_equiv. So give both flags for another block,
+    # as in --cls-layer 6 --equiv-layers 6. With L_equiv at the last block, after which [CLS]
+    # cannot enter, give --cls-layer 0. So does MoCo-v3 itself, which has no f1.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
         help="blocks with L_equiv: the last of f1 in the paper's main setting")
+    # With 256 images on one GPU, .01 is 3 images, whose tokens have few negatives; .06 is 15.
     add("--ratio", type=share, default=0.01, help="r, share of b2 in a batch; 0: no b2")
     add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
     add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
@@ -831,6 +851,7 @@ def arguments() -> ArgumentParser:
     add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0,
         help="epochs of linear warmup; if the run is not longer than that, a tenth of it")
+    # Choice: as the release; MoCo-v3 has 1.5e-4.
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
@@ -852,7 +873,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     args = parser.parse_args(argv)
 
     if args.ratio == 0:
-        args.equiv_layers = []     # without b2, projectors would get no gradient
+        args.equiv_layers = []     # no projectors, for which DDP would await a gradient
     if args.warmup_epochs >= args.epochs:     # Choice: a short run warms up for a tenth
         args.warmup_epochs = args.epochs / 10
     return args
@@ -918,7 +939,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds. Exits with one sentence if it is not one of ser.py's."""
+    """What a checkpoint holds. Exits with one sentence if another program wrote it."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -971,14 +992,14 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
     Methods in paper/methods bring functions of their own in place of these four:
-        build(args)                        the model: SER, or an add-on, on a `base` of section 5
+        build(args)                        the model: SER, or another one with a `base` (section 5)
         make_dataset(source, args)         what `two_views` returns
         make_optimizer(model, args)        what `adamw` returns
         schedule(optimizer, args, epoch)   called before every step"""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
-    source, image_names = find_images(args)
+    source, names_checksum = find_images(args)
     check_settings(args, len(source), ranks)
     steps_per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
@@ -990,7 +1011,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
-        "images": len(source), "image_names": image_names, "ranks": ranks}
+        "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
     path = Path(args.out, "last.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
@@ -1025,10 +1046,10 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
         # Log and save.
         done = step + 1
-        saves = done == steps or done % (args.save_every or steps_per_epoch) == 0
-        if saves or step == start or done % args.log_every == 0:
+        save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
+        if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
-        if saves and rank == 0:
+        if save_now and rank == 0:
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),     # what evaluations read
                  optimizer=optimizer.state_dict())
@@ -1118,7 +1139,7 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    fitting = min(size, images) // ranks * ranks     # the next smaller batch that fits
+    fitting = min(size, images) // ranks * ranks     # the largest batch up to this one that fits
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1151,7 +1172,7 @@ def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO
     if rank == 0:
         print(f"{args.images:,} images of {args.data or 'synthetic textures'}; a batch has "
               f"{args.batch_size}, {b2_total} of them in b2; L_equiv is {chance:.1f} at "
-              f"chance; {start} of {steps} steps are done")
+              f"chance; the run begins at step {start} of {steps}")
 
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
                disable=rank > 0, unit=" images", unit_scale=True)

@@ -1,15 +1,14 @@
 """The paper's central comparison at a size that anyone can run: MoCo-v3, the control, and SER.
 
-    python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16 --print
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
+    python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --print
     python -m paper.experiments.imagenette --show paper/experiments/imagenette.json
 
-The first line prints the command lines, the third prints tables from rows alone. Eight runs for
-each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px, 13 hours of one CPU
-core. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2.
-The paper has 20: their number, not their share r, says how many images a token is contrasted with.
-Flags of ser.py go to all runs; longer ones are `--epochs 100 --out runs/long`. Several processes
-can share the seeds, once the copies are there.
+The first line runs all, the second prints its command lines, the third tables of given rows. Eight
+runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px, 13 hours of one
+CPU core. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2, 20
+in the paper: their number, not their share r, says how many images a token is contrasted with.
+Flags of ser.py go to all runs. Several processes can share the seeds, once the copies are there.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28. Its Table
 4 moves L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18. Here it is after block 2, 4 or 6.

@@ -1,17 +1,14 @@
 """What SER costs: the paper's table "Computation overhead", counted, and the same on a clock.
 
     python -m paper.experiments.overhead                                  the table: seconds
-    python -m paper.experiments.overhead --rows step                      training steps
+    python -m paper.experiments.overhead --rows step                      steps; takes ser.py's flags
     python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
 The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
 SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
 the online and the momentum branch. 18.63 G result if each of 8 GPUs computes L_equiv of all anchors
 in both directions, with the tokens of both views as keys. The release's code for two views has keys
-of the other view only, which gives 18.544 G, so the agreement may be chance. A GPU of ser.py
-computes L_equiv of its own anchors in one direction, for less than the late [CLS] saves.
-
-Flags of ser.py, such as --bf16, go on to `step`.
+of the other view only, which gives 18.544 G, so the agreement may be chance.
 """
 import random
 import time

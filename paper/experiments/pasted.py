@@ -4,6 +4,7 @@
 
 L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
 ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
+With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
 A stopped command goes on from its last epoch, and torchrun shares it. OUT/row.json gets the
 results, accuracies as means over three heads.
 """
@@ -55,12 +56,14 @@ class Model(nn.Module):
         tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
         return tokens.mT.unflatten(2, grid)
 
-    def forward(self, x1, x2, images1, images2, shared):
+    def forward(self, x1, x2, images1, images2, shared, elements):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        return inv, equivariance_loss(self.f1, self.project, images1, images2, 8, shared)
+        equiv = equivariance_loss(
+            self.f1, self.project, images1, images2, patch=8, shared=shared, elements=elements)
+        return inv, equiv
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -70,6 +73,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--data", required=True, help="folder with train/CLASS and val/CLASS")
     add("--out", default="runs/pasted")
     add("--weight", type=float, default=0.1, help="of L_equiv")
+    add("--group", nargs="*", default=ser.ELEMENTS, help="what moves the whole images; or nothing")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=4)
     parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
@@ -92,8 +96,7 @@ def train(args: Namespace) -> Model:
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
     last = eval_linear.results_path(args, "last.pt")
-    names = ser.list_images(args.data)[1]
-    run = vars(args) | {"ranks": ranks, "images": len(data), "image_names": names}
+    run = vars(args) | {"ranks": ranks, "names_checksum": ser.list_images(args.data)[1]}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 
     for epoch in range(start, args.epochs):
@@ -105,7 +108,7 @@ def train(args: Namespace) -> Model:
             images1, images2 = [view[:16 // ranks] for view in whole]
             ser.set_learning_rate(optimizer, args, epoch + step / len(loader))
             with torch.autocast(device.type, torch.bfloat16):
-                inv, equiv = parallel(x1, x2, images1, images2, shared)
+                inv, equiv = parallel(x1, x2, images1, images2, shared, args.group)
             optimizer.zero_grad()
             (inv + args.weight * equiv).backward()
             optimizer.step()

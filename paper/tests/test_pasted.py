@@ -15,10 +15,10 @@ from paper.tests.toys import CLASSES, class_folders
 from test_ser import sentence
 
 
-def train(root, weight):
+def train(root, weight, *flags):
     """Two epochs of two steps. Returns settings and model."""
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
-    args = pasted.settings(words.split())
+    args = pasted.settings([*words.split(), *flags])
     vars(args).update(epochs=2, warmup_epochs=1, batch_size=6, base_lr=0.1)
     return args, pasted.train(args)
 
@@ -69,7 +69,15 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
     next(tmp_path.glob("train/*/*")).unlink()
-    assert "image_names" in sentence(train, tmp_path, 0.1)
+    assert "names_checksum" in sentence(train, tmp_path, 0.1)
+
+
+def test_without_motion_the_loss_is_another_one(tmp_path):
+    class_folders(tmp_path / "train")
+    _, moved = train(tmp_path, 0.1)
+    (tmp_path / "out-0.1/last.pt").unlink()
+    _, still = train(tmp_path, 0.1, "--group")
+    assert not torch.equal(moved.project[1].weight, still.project[1].weight)
 
 
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
