@@ -169,7 +169,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     if not args.data:     # with seeds that ser.py does not use
         train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
-        return Sets(list("012345"), train, None, {"val": val})
+        return Sets([str(label) for label in range(6)], train, None, {"val": val})
 
     train = Path(args.data, "train")
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
@@ -203,14 +203,18 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
+def last_blocks(encoder: ViT) -> range:
+    """The last four blocks (4.1) or, where [CLS] enters later, those that have it."""
+    return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
+
+
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device. They
-    are [CLS] after each of the last four blocks, or fewer if it enters later. K ends with
-    the D features of the last block. Choice: all of them after the encoder's final
-    LayerNorm."""
+    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device: [CLS]
+    after each of the `last_blocks`, in their order, so that the last D of the K columns are
+    of the last block. Choice: all of them after the encoder's final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    last = range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
+    last = last_blocks(encoder)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
         cls_at = encoder(x, last).cls_at
@@ -225,7 +229,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tenso
     own = torch.arange(rank, len(data), ranks)
     batches = [rows.tolist() for rows in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
-    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim
+    width = len(last_blocks(encoder)) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
@@ -319,7 +323,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
     places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
-    right = (among[places] == labels[:, None]).float()     # of a row, at one place at most
+    right = (among[places] == labels[:, None]).float()     # 1 at the place of the label
     top1 = 100 * right[:, 0].mean()
     top5 = 100 * right.amax(1).mean()
     return top1.item(), top5.item()
@@ -393,11 +397,11 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     stay as they are."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
-        size = (len(x), images.shape[-1] // patch)
-        g1 = ser.sample_geometry(*size, (element,), ser.rng(element, part, 1))
-        g2 = ser.sample_geometry(*size, (element,), ser.rng(element, part, 2))
+        grid = images.shape[-1] // patch
+        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
+        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
         g = ser.relative(g2, g1)
-        cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)))
+        cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)), dim=1)
         total += len(x) * cosines.mean().item()
     return total / len(images)
 
@@ -488,9 +492,10 @@ def print_table(rows: Sequence[dict]) -> None:
         measure, value = row["measure"], row["value"]
         if "retrieval" in measure:     # is a share in the file
             measure, value = f"{measure} %", 100 * value
-        title = f"{measure} after block {row['block']}"
         if row["classes"]:
             title = f"{row['set']}, {row['classes']} classes: {measure}"
+        else:
+            title = f"{measure} after block {row['block']}"
         text = f"{value:.1f}" if "%" in measure else f"{value:.3f}"
         table.setdefault(title, {})[row["encoder"]] = text
     print(f"{'':48}   untrained     trained")
@@ -578,7 +583,7 @@ def evaluate(args: Namespace) -> list[dict]:
         elements = ser.ELEMENTS
 
     rows = []
-    for name, encoder in encoders.items():     # the trained one comes last, so `kept` is its
+    for name, encoder in encoders.items():     # `kept` is of the trained one, which comes last
         encoder.to(device)
         own = []
         if args.with_knn:
@@ -590,7 +595,7 @@ def evaluate(args: Namespace) -> list[dict]:
     if ser.ranks_and_rank()[1] > 0:
         return rows
 
-    # Write before printing, which ends the program if the terminal has been closed.
+    # Write first, as a terminal that has been closed would end the program at print.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}

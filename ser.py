@@ -669,11 +669,12 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 # SER does not ask what the invariance loss is. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
 #     base(views, cls)         L_inv, a scalar; cls: the final [CLS] of each view, (B, D), by
-#                              the encoder. Of `views` it may make what else it needs
+#                              the encoder. MoCo-v3 makes its keys from `views`
 #     base.update(progress)    called by `train` before every step, with step / steps
 def encode_view(encoder: ViT, view: View,
                 layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """The final [CLS] of a view, (B, D), b1 then b2, and layer -> map, of b2 alone."""
+    """The final [CLS] of a view, (B, D), b1 then b2, for L_inv; and layer -> map, of b2 alone,
+    for L_equiv."""
     of_b1 = encoder(view.b1)
     if view.b2 is None:
         return of_b1.cls, {}

@@ -1,7 +1,7 @@
 """What SER costs: the paper's table "Computation overhead", counted, and the same on a clock.
 
     python -m paper.experiments.overhead                                  the table: seconds
-    python -m paper.experiments.overhead --rows step                      steps; takes ser.py's flags
+    python -m paper.experiments.overhead --rows step                      steps, by ser.py's flags
     python -m paper.experiments.overhead --rows loader --data /imagenet   images/s of one CPU core
 
 The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
