@@ -14,8 +14,8 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
 
 Several flags together give the results of each, and --mlp --cache MLPs on centre crops.
 With equivariance, the untrained encoder that the run began with is evaluated as well.
-Without --data, images are synthetic, --cache is always on, and so is equivariance, though
-only of turns and after the last block of f1.
+Without --data, images are synthetic, --cache is always on, and so is equivariance. It is then
+that of turns after the last block of f1, unless --equivariance asks for more.
 
 eval.json collects the results of all evaluations. Each row names the settings that made
 it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
@@ -73,7 +73,7 @@ def arguments() -> ArgumentParser:
 
 def parse(argv: Sequence[str] | None = None,
           parser: ArgumentParser | None = None) -> Namespace:
-    """The settings of a command line, and what they ask for: heads, 20-NN, equivariance."""
+    """The settings of a command line, and whether they ask for heads and equivariance."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
     if synthetic:     # what suits two cores
@@ -82,12 +82,11 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # The table above: what these flags ask for, of which two leave heads out.
+    # The table above, by what the user asked for.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_knn = args.knn or args.with_heads     # it is quick, where features are there
     args.with_equivariance = args.equivariance or synthetic
-    if synthetic:     # there are no random crops of them
-        args.cache = True
+    # Only now, as a --cache of the user asks for heads. Synthetic images have no random crops.
+    args.cache = args.cache or synthetic
     return args
 
 
@@ -259,14 +258,14 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels of centre crops.
+    rate. train and val: features and labels of centre crops. `log` gets a line for each epoch.
 
     With --cache, the heads learn from `train`. Without it, they learn from random crops, which
-    are encoded anew for each epoch. Ranks share the encoding, and then each of them trains all
-    heads. On ImageNet, the features of a ViT-S are 8 GB for an epoch, and those of the last
-    epoch stay on the GPU until the new ones are there. `log` gets a line for each epoch."""
-    x_train, y_train = train
+    are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
+    then each of them trains all heads. On ImageNet, the features of a ViT-S are 8 GB for an
+    epoch, and those of the last epoch stay on the GPU until the new ones are there."""
     x_val, y_val = val
+    images = len(train[1])
 
     heads = []
     for _ in args.lr:
@@ -274,8 +273,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
         head = make_head(x_val.shape[1], len(sets.classes), args.mlp)
         heads.append(head.to(x_val.device))
 
-    batch = min(args.batch_size, len(y_train))
-    steps = len(y_train) // batch     # the last, incomplete batch is not used
+    batch = min(args.batch_size, images)
+    steps = images // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
     groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
@@ -289,9 +288,10 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
-            x_train, y_train = extract(encoder, crops, args)
+            train = extract(encoder, crops, args)
 
-        order = torch.randperm(len(y_train), generator=ser.rng(args.seed, "eval", epoch))
+        x_train, y_train = train
+        order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
         total = torch.zeros(len(heads), device=x_val.device)
         for rows in order[:steps * batch].split(batch):
             x, y = x_train[rows].float(), y_train[rows]
@@ -349,9 +349,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). Choice: A.2 measures by the cosine how nearly they agree; retrieval is ours.
-# Retrieval is also measured between copies with a colour jitter each, as otherwise the mean
-# colour of a patch finds almost every token, without any knowledge of shape.
+# f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
+# It is asked of copies with a colour jitter each, too, as otherwise the mean colour of a patch
+# finds almost every token, without any knowledge of shape.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -393,8 +393,8 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), for images
-    x as for `retrieval`. As in training, g = g2 g1^-1 of two sampled views, where some images
-    stay as they are."""
+    (n, 3, S, S), as f1 takes them. As in training, g = g2 g1^-1 of two sampled views, where
+    some images stay as they are."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -413,8 +413,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), as f1 takes them or, if it is given, as `change` takes them. n should
-        be a multiple of 32, as a token is found more easily among fewer images.
+    images: (n, 3, S, S), as f1 takes them or, with `change`, as `change` does. n should be a
+        multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
     change: a function that alters images at random, such as a colour jitter. It is called on
         each of the two copies before f1.
@@ -444,8 +444,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block, of the trained encoder. Whoever evaluates
-    another encoder puts its name into the rows."""
+    """Rows of measure -> value on a set, after a block. `evaluate` puts "untrained" in the place
+    of "trained" where it is so."""
     key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
@@ -462,9 +462,9 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
     """Add rows to the file of results, each with the settings and the weights that made it.
 
-    A row replaces what the same evaluation wrote before, which differs from it in the value
-    alone. It may also differ in the number of classes, if a set was only half copied then: new
-    rows of 1,000 classes replace old ones of 400. Rows of one call never replace each other."""
+    A row replaces an older one with the same key. The key is all but the value and the number
+    of classes. So after a set has been copied completely, its rows of 1,000 classes replace
+    those of the 400 that were there before. Rows of one call do not replace each other."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
@@ -535,16 +535,17 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
                 top1, top5 = accuracy(head(x), y, among)
                 values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
-            near = torch.isin(y_train, among)
+            chosen = torch.isin(y_train, among)
             last = slice(-encoder.dim, None)     # the features of the last block
-            values["20-NN top-1 %"] = knn(x_train[near, last], y_train[near], x[:, last], y)
+            values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
             rows += make_rows(values, name, len(among), encoder.depth)
     return rows, kept
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
                       elements: Sequence[str] = ser.ELEMENTS) -> list[dict]:
-    """Rows of the elements. Choice: by 512 images, spread over val, which is sorted by class."""
+    """Rows of the elements, by 512 images, spread over val, as folders are sorted by class. All
+    ranks do the same."""
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -576,17 +577,17 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    blocks = [max(1, run.cls_layer)]     # of synthetic images, unless --equivariance is given
-    elements = ["rot90"]
-    if args.equivariance:
-        blocks = range(1, run.depth + 1)
-        elements = ser.ELEMENTS
+    blocks = range(1, run.depth + 1)
+    elements = ser.ELEMENTS
+    if not args.equivariance:     # which synthetic images have even if nobody asks for it
+        blocks = [max(1, run.cls_layer)]
+        elements = ["rot90"]
 
     rows = []
     for name, encoder in encoders.items():     # `kept` is of the trained one, which comes last
         encoder.to(device)
         own = []
-        if args.with_knn:
+        if args.with_heads or args.knn:
             own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
@@ -595,7 +596,7 @@ def evaluate(args: Namespace) -> list[dict]:
     if ser.ranks_and_rank()[1] > 0:
         return rows
 
-    # Write first, as a terminal that has been closed would end the program at print.
+    # Write before printing, as printing to a closed terminal ends the program.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}

@@ -8,8 +8,8 @@ intermediate layer, where the patch tokens still form a map of the image:
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
                    made by crops, flips and jitter (T), views of b2 by geometry from an
                    invertible group G and the same jitter (T_eq)
-    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of b1 and
-                   b2: one mean over both parts, where Eq. 3 adds a mean of each
+    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
+                   images: one mean over b1 and b2 (Eq. 3 has one for each part)
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -20,9 +20,9 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
-or after `Paper:`. `Choice:` marks what it leaves open. Where we depart from it, which is for
-speed or as the release does, the mark names what the paper has. "The release" is the authors'
-code, github.com/aitrics-chris/SER at dbe5e93.
+or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` the three places
+where we depart from it. "The release" is the authors' code, github.com/aitrics-chris/SER at
+dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -69,8 +69,8 @@ class Geometry(NamedTuple):
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Choice: all images of a view share one grid, and so stay one tensor. In Algorithm 1 each
-    # image has a g of its own.
+    # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a view share
+    # one grid, and so stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of the maps after scaling
 
 
@@ -115,9 +115,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Flips and turns of the whole square stand between S1^-1, a resize back to the square, and
-    # S2, a resize to (H2, W2). A resize before a turn is the same, with its sides exchanged, as
-    # one after it. So both are one resize to (H2, W2), up to what resampling loses.
+    # With the scalings, g2 g1^-1 first undoes S1, by a resize back to the square. It ends with S2,
+    # a resize to (H2, W2). It does not matter whether an image is resized before or after a flip
+    # or a turn, so both are a single resize to (H2, W2), up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -126,7 +126,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # On a CPU, PyTorch resizes these types alone.
+    # Other types take the way over float32, as PyTorch does not resize them on a CPU.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -151,10 +151,9 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    turned = torch.rot90(x, 1, (-2, -1))
+    turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    moved = torch.where(quarter, resize(turned, size), resize(x, size))
-    return moved.contiguous()     # so that turned maps are stored in the same order as others
+    return torch.where(quarter, resize(turned, size), resize(x, size))
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
@@ -181,7 +180,8 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
-    # Choice: each rank rounds its share, so r = .01 of 2048 is 24 images on 8 ranks, 20 on 1.
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its own
+    # share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # a half goes up
 
 
@@ -446,7 +446,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     B, _, h, w = x.shape
-    radius = math.ceil(6 * max(h, w) / 224)     # three times the largest sigma, that of the table
+    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -527,8 +527,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), where h and w are multiples of the patch size, and return
-        the maps after the blocks `layers`, which count from 1."""
+        """Encode (B, 3, h, w), where h and w are multiples of the patch size. Maps are
+        those after the blocks `layers`, which count from 1."""
         x = self.patch_embed["proj"](images)     # (B, D, H, W)
         H, W = x.shape[-2:]
         x = x + resize(self.pos_embed, (H, W))
@@ -538,7 +538,9 @@ class ViT(nn.Module):
         cls_at = {}
         for layer, block in enumerate(self.blocks, start=1):
             if layer == self.cls_layer + 1:
-                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
+                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D). The
+                # map f1(x) is maps[cls_layer]. If L_equiv is at a later block, that block's map
+                # stands in its place.
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -553,11 +555,11 @@ class ViT(nn.Module):
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
-# ranks, as in the formula of 3.3. (Its text on collapse speaks of other places, too.)
+# ranks, as in the formula of 3.3. (Appendix A.4 speaks of other places of an image, too.)
 #
 # Anchors, positives and negatives carry gradient. In the release none of them does, so that
 # L_equiv trains nothing: its tokens pass a gather without gradient, builder/moco.py, lines 956
-# and 1067. The other differences are in paper/README, under "Deviations".
+# and 1067. README has a command that shows it, paper/README the other differences.
 #
 # SER calls `align_and_contrast`. Other trainings call `equivariance_loss`, which moves images,
 # too. As this section can be copied, it asks `dist` itself how many ranks there are.
@@ -651,8 +653,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     """L_equiv for a training that is not ours, whose images are not moved yet.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. They should be squares, as the views are resized
-    from aspect ratios of 3/4 to 4/3 whatever that of the images is.
+    colour jitter of its own, and normalised. They should be squares. Others are distorted, as
+    every view is resized to an aspect ratio of 3/4 to 4/3.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks.
@@ -666,7 +668,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
-# SER does not ask what the invariance loss is. A base method is a module with
+# SER does not ask what the invariance loss is. It runs the online encoder itself, as one pass
+# gives both the [CLS] for L_inv and the maps for L_equiv. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
 #     base(views, cls)         L_inv, a scalar; cls: the final [CLS] of each view, (B, D), by
 #                              the encoder. MoCo-v3 makes its keys from `views`
@@ -767,8 +770,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice: b1 and b2 share one mean and all keys, as in the release. With the two means
-        # of Eq. 3, each of 24 images in b2 would weigh as much as 84 of the 2,024 in b1.
+        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean and
+        # all keys, as in the release. In two means, each of 24 images in b2 would weigh as much
+        # as 84 of the 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -834,9 +838,9 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice: 6 heads, as the release; MoCo-v3 has 12.
     add("--heads", type=count, default=6, help="attention heads")
-    # In the paper, [CLS] enters after the block of L_equiv. So give both flags for another block,
-    # as in --cls-layer 6 --equiv-layers 6. With L_equiv at the last block, after which [CLS]
-    # cannot enter, give --cls-layer 0. So does MoCo-v3 itself, which has no f1.
+    # The paper's main setting has 3 for both. To move L_equiv to another block, give both flags,
+    # as in --cls-layer 6 --equiv-layers 6. [CLS] cannot enter after the last block. Choice: if
+    # L_equiv is there, give --cls-layer 0. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -856,7 +860,7 @@ def arguments() -> ArgumentParser:
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
-    # Choice: bfloat16, which needs no scaling of the loss, as the release's fp16 does.
+    # Choice: bfloat16, which needs no scaling of the loss. The release has fp16, which does.
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
     add("--workers", type=int, default=8, help="loader processes of a rank")
@@ -985,7 +989,9 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in place
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in `train`'s model itself
+    # No device_ids, with which DDP would copy whole views to the GPU, where the numbers of the
+    # jitter are not wanted.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
