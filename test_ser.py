@@ -1507,6 +1507,7 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys, tmp_path):
 def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):
     rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
     kinds = {row["measure"].split()[0] for row in rows if row["classes"]}
+    assert not eval_linear.parse(["--knn"]).with_heads     # of synthetic images
     places = {(row["block"], row["measure"].split()[0]) for row in rows if not row["classes"]}
     encoders = {row["encoder"] for row in rows}
     assert kinds == set(accuracies.split())
@@ -1581,7 +1582,6 @@ def paste(start, **names):
     """The names of the READMEs' python block that begins so, pasted into a file with others."""
     text = (HERE / "README.md").read_text() + (HERE / "paper" / "README.md").read_text()
     block, = re.findall(rf"^```python\n({start}.*?)^```", text, re.M | re.S)
-    names["__name__"] = "pasted"
     exec(block, names)
     return names
 
