@@ -351,7 +351,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 # It is asked of copies with a colour jitter each, too, as otherwise the mean colour of a patch
-# finds almost every token, without any knowledge of shape.
+# finds almost every turned token, without any knowledge of shape.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""

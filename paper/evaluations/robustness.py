@@ -1,4 +1,4 @@
-"""ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), printed below our results.
+"""ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), printed beside our results.
 
     python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes a head
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-c /imagenet-c

@@ -1,4 +1,4 @@
-"""What SER costs: the paper's table "Computation overhead", counted, and the same on a clock.
+"""What SER costs: the paper's parameters and "Computation overhead", counted, and on a clock.
 
     python -m paper.experiments.overhead                                  the table: seconds
     python -m paper.experiments.overhead --rows step                      steps, by ser.py's flags

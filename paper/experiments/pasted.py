@@ -1,6 +1,6 @@
 """The loss in a training that is not ours: timm's ViT, SimCLR, and `equivariance_loss` of ser.py.
 
-    python -m paper.experiments.pasted --data imagenette2-160 --out runs/pasted --weight 0.1
+    python -m paper.experiments.pasted --data runs/imagenette/images --weight 0.1     # its copies
 
 L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
 ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
