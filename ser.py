@@ -1191,7 +1191,8 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     g = relative(views[1].geometry, views[0].geometry)
     moved = rho(g, views[0].b2, cell)
     pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
-    save_image(pairs.flatten(0, 1).cpu() * STD + MEAN, path, nrow=2)
+    pixels = pairs.flatten(0, 1).cpu() * STD + MEAN
+    save_image(pixels, path, nrow=2)
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
