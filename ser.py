@@ -116,8 +116,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     turns = (g2.turns - s * g1.turns) % 4
 
     # With the scalings, g2 g1^-1 first undoes S1, by a resize back to the square. It ends with S2,
-    # a resize to (H2, W2). It does not matter whether an image is resized before or after a flip
-    # or a turn, so both are a single resize to (H2, W2), up to what resampling loses.
+    # a resize to (H2, W2). An image may as well be resized after a flip or a turn as before it,
+    # if a quarter turn exchanges its sides. So both are a single resize to (H2, W2), up to what
+    # resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
