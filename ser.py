@@ -539,9 +539,8 @@ class ViT(nn.Module):
         cls_at = {}
         for layer, block in enumerate(self.blocks, start=1):
             if layer == self.cls_layer + 1:
-                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D). The
-                # map f1(x) is maps[cls_layer]. If L_equiv is at a later block, that block's map
-                # stands in its place.
+                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D). So the
+                # map f1(x) is maps[cls_layer].
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -799,18 +798,22 @@ class SER(nn.Module):
 # What argparse calls to read a number. It refuses others by the function's name, as in
 # "argument --ratio: invalid share value: '2'".
 def positive(text: str) -> float:
+    """A number above 0."""
     return within(1e-9, 1e9, float(text))
 
 
 def nonnegative(text: str) -> float:
+    """A number from 0 on."""
     return within(0, 1e9, float(text))
 
 
 def share(text: str) -> float:
+    """A number from 0 to 1."""
     return within(0, 1, float(text))
 
 
 def count(text: str) -> int:
+    """A whole number from 1 on."""
     return within(1, 1e9, int(text))
 
 
@@ -991,8 +994,8 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in `train`'s model itself
-    # No device_ids, with which DDP would copy whole views to the GPU, where the numbers of the
-    # jitter are not wanted.
+    # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
+    # augmentation stay on the CPU.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
