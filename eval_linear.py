@@ -17,8 +17,8 @@ With equivariance, the untrained encoder that the run began with is evaluated as
 Without --data, images are synthetic, --cache is always on, and so is equivariance. It is then
 that of turns after the last block of f1, unless --equivariance asks for more.
 
-eval.json collects the results of all evaluations. Each row names the settings that made
-it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
+eval.json collects the results of all evaluations. Each row names the settings and images
+that made it and, by a fingerprint, the weights. eval.jsonl has a line for each
 epoch of the heads. The best linear head is kept in a file whose name depends on settings
 and weights, so that no other head replaces it. A stopped evaluation begins anew.
 """
@@ -99,7 +99,8 @@ class Checkpoint(NamedTuple):
 
 
 def fingerprint(encoder: ViT) -> str:
-    """A short text that tells the weights of one encoder from those of another."""
+    """A short text that tells the weights of one encoder from those of another. It says nothing
+    about how many heads its attention has, which no weight tells."""
     digest = hashlib.sha256()
     for weight in encoder.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -185,6 +186,18 @@ def load_sets(args: Namespace, size: int) -> Sets:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
     return Sets(classes, centre_crops, random_crops, tests)
+
+
+def describe(sets: Sets) -> str:
+    """How many images each set has, and a checksum of their names, if they have any."""
+    texts = []
+    for name, data in {"train": sets.centre_crops, **sets.tests}.items():
+        text = f"{name}: {len(data)} images"
+        if isinstance(data, ImageFolder):
+            names = [path.removeprefix(str(data.root)) for path, _ in data.samples]
+            text += f" {ser.checksum(names)}"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 class Seeded(Dataset):
@@ -284,7 +297,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
 
     _, rank = ser.ranks_and_rank()
     kind = "mlp" if args.mlp else "linear"
-    name = f"{kind} heads of {fingerprint(encoder)}"
+    name = f"{kind} heads of {fingerprint(encoder)}, seed {args.seed}, cache {args.cache}"
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
@@ -462,9 +475,9 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
     """Add rows to the file of results, each with the settings and the weights that made it.
 
-    A row replaces an older one with the same key. The key is all but the value and the number
-    of classes. So after a set has been copied completely, its rows of 1,000 classes replace
-    those of the 400 that were there before. Rows of one call do not replace each other."""
+    A row replaces an older one with the same key. The key is all but the value, the images and
+    the number of classes. So after a set has been copied completely, its rows of 1,000 classes
+    replace those of the 400 that were there before. Rows of one call do not replace each other."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
@@ -472,7 +485,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     results["checkpoints"][checkpoint.weights] = training
 
     def key(row: dict) -> dict:
-        return row | {"value": None, "classes": None}
+        return row | {"value": None, "classes": None, "images": None}
 
     made_by = {"weights": checkpoint.weights, "settings": vars(args)}
     new = [made_by | row for row in rows]
@@ -572,6 +585,7 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
+    images = describe(sets)
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
         untrained = ser.seeded_encoder(run).eval()
@@ -591,7 +605,7 @@ def evaluate(args: Namespace) -> list[dict]:
             own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
-        rows += [row | {"encoder": name} for row in own]
+        rows += [row | {"encoder": name, "images": images} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows
@@ -599,7 +613,7 @@ def evaluate(args: Namespace) -> list[dict]:
     # Write before printing, as printing to a closed terminal ends the program.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
-        made_by = {"weights": checkpoint.weights, "settings": vars(args)}
+        made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
         ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
     print_table(rows)

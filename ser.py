@@ -64,6 +64,13 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
+def ranks_and_rank() -> tuple[int, int]:
+    """(R, this rank), which is (1, 0) in a single process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
@@ -101,6 +108,16 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     if "scale" not in elements:
         height = width = grid
     return Geometry(flip, turns, (height, width))
+
+
+def sample_own_geometry(batch: int, grid: int, elements: tuple[str, ...],
+                        shared: torch.Generator) -> Geometry:
+    """The same for `batch` images of each rank. All ranks sample for all of them, by
+    generators with the same seed, and keep their own part. So every image has a motion of
+    its own, and all share a grid, as `gather` needs."""
+    ranks, rank = ranks_and_rank()
+    flip, turns, size = sample_geometry(ranks * batch, grid, elements, shared)
+    return Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], size)
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
@@ -162,13 +179,6 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 # rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
 # the image and the epoch. The motions of b2, and the order of the jitter, depend on --seed and
 # the step. Nothing depends on the process that samples, so a run can be repeated and continued.
-def ranks_and_rank() -> tuple[int, int]:
-    """(R, this rank), which is (1, 0) in a single process."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
-
-
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
     return random.Random(repr(names)).getrandbits(63)
@@ -330,7 +340,7 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes. Raises ValueError for whole numbers."""
+    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
     if not x.is_floating_point():
         raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
@@ -378,7 +388,7 @@ class View(NamedTuple):
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels (B, 3, S, S)
     uint8 of b1, then b2, on the device, and their Augmentation on the CPU."""
-    ranks, rank = ranks_and_rank()
+    ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
     for number, (pixels, aug) in enumerate(loaded):
@@ -392,11 +402,9 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
         b2 = g = None
         if B2 > 0:
-            # Every rank samples g for all ranks, so that all share a grid, as `gather` needs.
-            generator = rng(args.seed, "geometry", step, number)
+            shared = rng(args.seed, "geometry", step, number)
             side = pixels.shape[-1] // args.patch_size
-            flip, turns, grid = sample_geometry(ranks * B2, side, args.group, generator)
-            g = Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], grid)
+            g = sample_own_geometry(B2, side, args.group, shared)
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.rows(slice(B1, None)), order)
 
@@ -562,7 +570,7 @@ class ViT(nn.Module):
 # and 1067. README has a command that shows it, paper/README the other differences.
 #
 # SER calls `align_and_contrast`. Other trainings call `equivariance_loss`, which moves images,
-# too. As this section can be copied, it asks `dist` itself how many ranks there are.
+# too.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
@@ -584,17 +592,17 @@ class AllGather(torch.autograd.Function):
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         # A rank's x entered the loss of every rank, so its gradient is the sum of the gradients
         # of all these losses. The loss of the whole batch is their mean, and DDP divides by R.
+        ranks, rank = ranks_and_rank()
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
-        return total.chunk(dist.get_world_size())[dist.get_rank()]
+        return total.chunk(ranks)[rank]
 
 
 def gather(x: torch.Tensor) -> torch.Tensor:
     """(B, ...) of each rank -> (R B, ...), in the order of ranks and with gradient for
-    all of them. Without torchrun, x itself. All ranks must have the same B."""
-    if dist.is_available() and dist.is_initialized():
-        return AllGather.apply(x)
-    return x
+    all of them. In a single process, x itself. All ranks must have the same B."""
+    ranks, _ = ranks_and_rank()
+    return AllGather.apply(x) if ranks > 1 else x
 
 
 def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
@@ -628,9 +636,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         #               m = 0 1 2 3
         #     own = 2       . . T .
         #     own = 3       . . . T
-        own = torch.arange(len(z), device=z.device)                  # (B,)
-        if len(keys) > len(z):     # several ranks
-            own = own + len(z) * dist.get_rank()
+        _, rank = ranks_and_rank()
+        own = rank * len(z) + torch.arange(len(z), device=z.device)        # (B,)
         same = own[:, None] == torch.arange(len(keys), device=z.device)
         negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
@@ -639,8 +646,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                        temperature: float = 0.3) -> torch.Tensor:
     """L_equiv of one layer, from h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2), (B, D, H2,
-    W2), where g takes view 1 to view 2."""
+    W2), where g takes view 1 to view 2. Raises ValueError for maps that do not fit."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
+    if aligned.shape != h2.shape:
+        raise ValueError(f"f1(x2) is {tuple(h2.shape)} and not {tuple(aligned.shape)}")
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
     return patch_ntxent(z, z_prime, temperature)
@@ -657,11 +666,11 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     every view is resized to an aspect ratio of 3/4 to 4/3.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
-    shared: a generator that has the same seed on all ranks.
+    shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control, the same loss without any motion."""
     side = min(images1.shape[2:]) // patch
-    g1 = sample_geometry(len(images1), side, elements, shared)
-    g2 = sample_geometry(len(images1), side, elements, shared)
+    g1 = sample_own_geometry(len(images1), side, elements, shared)
+    g2 = sample_own_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
@@ -1180,10 +1189,14 @@ def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO
     # L_equiv at chance is that of embeddings that are all equal, on a square grid.
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
+    layers = f"[CLS] enters after block {args.cls_layer}"
+    if args.equiv_layers:
+        blocks = ", ".join(map(str, args.equiv_layers))
+        layers += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
     if rank == 0:
         print(f"{args.images:,} images of {args.data or 'synthetic textures'}; a batch has "
-              f"{args.batch_size}, {b2_total} of them in b2; L_equiv is {chance:.1f} at "
-              f"chance; the run begins at step {start} of {steps}")
+              f"{args.batch_size}, {b2_total} of them in b2; the run begins at step {start} of "
+              f"{steps}\n{layers}")
 
     bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
                disable=rank > 0, unit=" images", unit_scale=True)

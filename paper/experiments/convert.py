@@ -6,7 +6,6 @@
 --from-timm takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise)
 or the base encoder of moco-v3's checkpoint. Evaluations read its file; no training begins from it.
 The "untrained" encoder that they measure beside it has the first weights of ser.py, not its own.
---to-timm is for runs with --cls-layer 0: their ViT computes what timm's does.
 """
 import math
 import sys
@@ -27,7 +26,7 @@ def from_timm(state: dict, heads: int) -> dict:
     state = state.get("state_dict", state.get("model", state))
     prefix = "module.base_encoder."
     if f"{prefix}cls_token" in state:
-        heads = heads or 12     # all ViTs of moco-v3 have 12
+        heads = heads or 12     # its ViT-S and ViT-B have 12
         state = {name.removeprefix(prefix): weight for name, weight in state.items()
                  if name.startswith(prefix)}
     weights = {name: weight for name, weight in state.items() if not name.startswith("head")}
@@ -40,9 +39,10 @@ def from_timm(state: dict, heads: int) -> dict:
     patch = weights["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
-    heads = heads or KNOWN.get((dim, depth))
+    if not heads and rows[:, 0].any():     # moco-v3's [CLS] has no position, and other heads
+        heads = KNOWN.get((dim, depth))
     if not heads:
-        sys.exit(f"--heads: how many attention heads have {depth} blocks of width {dim}?")
+        sys.exit(f"--heads: how many have {depth} blocks of width {dim}? moco-v3's have 12")
 
     args = ser.parse(["--data=images of another program"])     # hence evaluations ask for --data
     vars(args).update(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth,

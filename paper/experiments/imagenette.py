@@ -65,8 +65,7 @@ def source_of(data: str, side: int) -> str:
 
 
 def plain_attention(words: list[str]) -> None:
-    """Run ser.py or eval_linear.py with attention by plain matrix products, as PyTorch's own is
-    slow in bfloat16 on CPUs."""
+    """Run a script with attention by plain products, as PyTorch's is slow in bfloat16 on CPUs."""
     sys.argv = list(words)
     with sdpa_kernel(SDPBackend.MATH):
         runpy.run_path(words[0], run_name="__main__")
@@ -82,9 +81,10 @@ def show(args: Namespace) -> None:
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
-    flags = {row["flags"] for row in rows if "flags" in row}
-    if len(flags) > 1:
-        sys.exit(f"the rows are of trainings with other flags: {'; '.join(sorted(flags))}")
+    for name in ("flags", "images"):
+        found = {row[name] for row in rows if name in row}
+        if len(found) > 1:
+            sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")

@@ -6,9 +6,7 @@
 
 The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
 SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
-the online and the momentum branch. 18.63 G result if each of 8 GPUs computes L_equiv of all anchors
-in both directions, with the tokens of both views as keys. The release's code for two views has keys
-of the other view only, which gives 18.544 G, so the agreement may be chance.
+the online and the momentum branch. 18.63 G is a count of ours that may agree by chance, see `count`.
 """
 import random
 import time
@@ -25,7 +23,6 @@ from torchvision import transforms as T
 import ser
 
 CUDA = torch.cuda.is_available()
-BATCH = 256 if CUDA else 16
 PLAIN = ["--ratio", "0", "--cls-layer", "0"]     # MoCo-v3
 # r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
 RATIOS = ("0.01", "0.06") if CUDA else ("0.125", "0.25")
@@ -55,7 +52,8 @@ def count() -> dict[str, float]:
     loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
     own = counts["ser: forward MACs"]
     counts["ser: forward MACs"] = own + (projector + loss) / 256
-    # The release has half of the keys, and projects the tokens of the momentum branch, too.
+    # 18.63 G result if each of 8 GPUs computes L_equiv of all anchors in both directions. The
+    # release, for two views, has half of the keys, and projects the momentum branch's tokens, too.
     everywhere = 8 * 2 * loss
     counts["ser: the paper's count"] = own + (projector + everywhere) / 256
     counts["ser: the release's count"] = own + (2 * projector + everywhere / 2) / 256
@@ -63,8 +61,7 @@ def count() -> dict[str, float]:
 
 
 def training_step(flags: list[str]) -> Callable[[int], None]:
-    """A training step as ser.train does it, a function of the step's number. It begins with decoded
-    crops, which are noise here: views and jitter, momentum, forward, backward, AdamW."""
+    """A training step as ser.train does it, a function of the step's number, on crops of noise."""
     args = ser.parse(["--data", "given", *flags])
     device = ser.setup()
     model = ser.build(args).to(device)
@@ -111,7 +108,7 @@ def time_steps(args: Namespace) -> None:
     steps = {}
     for name, own in sides.items():
         before = torch.cuda.memory_allocated()
-        step = training_step([*args.flags, "--batch-size", str(BATCH), *own])
+        step = training_step([*args.flags, "--batch-size", str(args.batch_size), *own])
         step(0)     # makes the state of AdamW
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -119,7 +116,7 @@ def time_steps(args: Namespace) -> None:
             memory = torch.cuda.max_memory_allocated() - before
             print(f"{name}: {memory / 1e9:.1f} GB of the GPU")
         steps[name] = step
-    compare(steps, args.rounds, BATCH)
+    compare(steps, args.rounds, args.batch_size)
 
 
 def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
@@ -168,8 +165,11 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(allow_abbrev=False)
     parser.add_argument("--rows", default="counts", choices=list(ROWS))
     parser.add_argument("--data", help="photographs, for the row loader")
+    parser.add_argument("--batch-size", type=int, default=256 if CUDA else 16, help="of a step")
     parser.add_argument("--rounds", type=int, default=7, help="in which all sides are timed")
     args, args.flags = parser.parse_known_args(argv)
+    if args.rows != "step":
+        parser.parse_args(argv)     # exits, as only steps have flags of ser.py
     ser.parse(args.flags)     # exits where ser.py has no such flag
     return args
 

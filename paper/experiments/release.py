@@ -5,8 +5,8 @@
 
 The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
 one process with gloo. Three things around them are replaced. Their `device=rank` and `.cuda()`
-become the CPU. The package kornia, which only jitters colours, is an empty stand-in, and no image
-is jittered. There is no DistributedDataParallel, as one process needs none.
+become the CPU, the package kornia is an empty stand-in, so that no image is jittered, and one
+process needs no DistributedDataParallel.
 """
 import sys
 from argparse import ArgumentParser, Namespace

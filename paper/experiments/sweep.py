@@ -5,8 +5,8 @@
 
 A list has MoCo-v3, SER and the runs below, with the paper's linear top-1 on ImageNet. Table 4 also
 has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9 .888,
-after 12 .924. Here heads are trained on one centre crop of each image, not on random crops, so
-compare runs with each other. Flags of ser.py go to all runs.
+after 12 .924. Heads see one centre crop of each image here, so compare runs with each other. Flags
+of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
 
 The table has means ± std over seeds, and in brackets those of the difference to SER within a seed.
 """
@@ -109,7 +109,7 @@ def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> li
         wanted = row["encoder"] == "trained" or run == "SER"
         if wanted and (row["classes"] or row["block"] in blocks):
             name = run if row["encoder"] == "trained" else "untrained"
-            place = {"run": name, "seed": seed}
+            place = {"run": name, "seed": seed, "images": row["images"]}
             place |= {key: row[key] for key in ("weights", "set", "classes", "block", "measure")}
             kept = rows.setdefault(tuple(place.values()), place | {"values": []})
             kept["values"].append(row["value"])

@@ -22,7 +22,6 @@ def test_the_targets_of_two_known_augmentations():
 
 
 def test_the_loss_is_the_mean_over_both_orders_of_the_views():
-    """Both features carry gradient."""
     args, model = toy("augself")
     views = toy_views("augself", args)
     first, second = [view.augmentation for view in views]

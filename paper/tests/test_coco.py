@@ -40,7 +40,6 @@ def write_split(root, name, objects):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A detector with fewer channels and proposals."""
     smaller = partial(coco.FasterRCNN, box_batch_size_per_image=16,
                       rpn_post_nms_top_n_train=50, rpn_post_nms_top_n_test=20)
     monkeypatch.setattr(coco, "FasterRCNN", smaller)

@@ -42,7 +42,6 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
 
 
 def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
-    """With its number of heads."""
     path = toy_checkpoint(tmp_path, dim=24, depth=2, cls_layer=0, heads=4)
     run("--to-timm", path, tmp_path / "timm.pth")
     vit = shaken_timm(4)
@@ -63,10 +62,15 @@ def test_timms_models_have_the_heads_that_are_known():
         assert heads == vit.blocks[0].attn.num_heads, size
 
 
-def test_unknown_heads_are_asked_for(tmp_path):
-    torch.save(shaken_timm(4).state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(SystemExit, match="--heads"):
-        run("--from-timm", tmp_path / "weights.pth", tmp_path / "new.pt")
+def test_unknown_heads_are_asked_for(tmp_path, monkeypatch):
+    """Of another size, and of a known one, if [CLS] has no position, as in moco-v3."""
+    state = shaken_timm(4).state_dict()
+    for _ in range(2):
+        torch.save(state, tmp_path / "weights.pth")
+        with pytest.raises(SystemExit, match="--heads"):
+            run("--from-timm", tmp_path / "weights.pth", tmp_path / "new.pt")
+        monkeypatch.setitem(convert.KNOWN, (24, 2), 6)
+        state["pos_embed"][:, 0] = 0
 
 
 def test_a_late_cls_does_not_go_to_timm(tmp_path):

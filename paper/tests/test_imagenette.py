@@ -96,10 +96,11 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     path = str(out / "SER-4/rows.json")
     twice = ["--show", path, path, "--out", str(out), *argv[4:]]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
-    other_flags = [row | {"seed": 5, "flags": "--group scale"} for row in rows]
-    (out / "others.json").write_text(json.dumps(other_flags))
     twice[1] = str(out / "others.json")
-    assert "--group scale" in sentence(imagenette.main, imagenette.settings(twice))
+    for column in ("flags", "images"):
+        others = [row | {"seed": 5, column: "others"} for row in rows]
+        (out / "others.json").write_text(json.dumps(others))
+        assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
 
 
 def cells_of(line):

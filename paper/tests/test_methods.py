@@ -35,7 +35,6 @@ def recipe(name):
 
 
 def settings(name, flags=""):
-    """The settings of a small model of a method."""
     return SCRIPTS[name].settings((FLAGS[name] + flags).split())
 
 
@@ -46,7 +45,6 @@ def toy(name, flags=""):
 
 
 def toy_views(name, args):
-    """The views of the first batch of a run on noise."""
     _, dataset, *_ = recipe(name)
     data = dataset(pixels(99, 3, 24, 18), args)
     loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))

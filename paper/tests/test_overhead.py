@@ -90,6 +90,7 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
 
     monkeypatch.setattr(overhead, "training_step", training_step)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
-    overhead.time_steps(overhead.settings("--rows step --rounds 3 --bf16".split()))
-    assert sides == [(0, 0, 16, True), (0.125, 3, 16, True), (0.25, 3, 16, True)]
-    assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 16\n"
+    line = "--rows step --rounds 3 --bf16 --batch-size 24"
+    overhead.time_steps(overhead.settings(line.split()))
+    assert sides == [(0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
+    assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 24\n"

@@ -83,7 +83,6 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
 
 
 def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp_path):
-    """Rows say which head they are of."""
     class_folders(tmp_path / "c/fog/1")
     (tmp_path / "c/fog/2").mkdir()     # without images
     path = toy_checkpoint(tmp_path)

@@ -106,7 +106,7 @@ def test_no_rot90_leaves_out_rot90():
 
 def test_rows_are_means_over_evaluations():
     """Of equivariance after the wanted blocks; of the untrained encoder, only SER's."""
-    place = {"encoder": "trained", "weights": "w", "set": "val"}
+    place = {"encoder": "trained", "weights": "w", "images": "i", "set": "val"}
     linear = place | {"classes": 6, "block": 3, "measure": "linear top-1 %"}
     turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}
     found = [linear | {"value": value} for value in (10, 30, 20)]
@@ -114,7 +114,7 @@ def test_rows_are_means_over_evaluations():
     for run, names in (("SER", ["SER", "SER", "untrained"]), ("control", ["control", "control"])):
         rows = sweep.means(found, run, 4, (2, 4))
         assert [row.pop("run") for row in rows] == names
-        kept = {"weights": "w", "set": "val", "seed": 4}
+        kept = {"weights": "w", "images": "i", "set": "val", "seed": 4}
         assert rows[0] == kept | {"classes": 6, "block": 3, "measure": "linear top-1 %",
                                   "value": 20, "values": [10, 30, 20]}
         assert [(row["block"], row["values"]) for row in rows[1:]] == (len(rows) - 1) * [(2, [0.5])]

@@ -41,7 +41,6 @@ def toy_head(checkpoint, name="head-toy.pt"):
 
 
 def call(module, *words):
-    """Run an evaluation as by its command line."""
     module.main(module.settings, module.evaluate, [str(word) for word in words])
 
 
