@@ -82,10 +82,10 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # The table above, by what the user asked for.
-    args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
+    # The table above. Without --data, --cache is on and does not ask for heads.
+    asks_for_heads = args.mlp or args.cache
+    args.with_heads = asks_for_heads or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
-    # Only now, as a --cache of the user asks for heads. Synthetic images have no random crops.
     args.cache = args.cache or synthetic
     return args
 
@@ -99,8 +99,7 @@ class Checkpoint(NamedTuple):
 
 
 def fingerprint(encoder: ViT) -> str:
-    """A short text that tells the weights of one encoder from those of another. It says nothing
-    about how many heads its attention has, which no weight tells."""
+    """A short text that tells the weights of one encoder from those of another."""
     digest = hashlib.sha256()
     for weight in encoder.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -277,8 +276,9 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
     then each of them trains all heads. On ImageNet, the features of a ViT-S are 8 GB for an
     epoch, and those of the last epoch stay on the GPU until the new ones are there."""
+    x_train, y_train = train
     x_val, y_val = val
-    images = len(train[1])
+    images = len(y_train)
 
     heads = []
     for _ in args.lr:
@@ -301,9 +301,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
-            train = extract(encoder, crops, args)
+            x_train, y_train = extract(encoder, crops, args)
 
-        x_train, y_train = train
         order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
         total = torch.zeros(len(heads), device=x_val.device)
         for rows in order[:steps * batch].split(batch):
@@ -391,8 +390,8 @@ def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
 
 
 def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, as strong as
-    in training, and normalise them."""
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
+    of training, and normalise them."""
     def sample(middle: float, width: float) -> Tensor:
         return middle + width * (2 * torch.rand(len(x), generator=generator) - 1)
 
@@ -477,7 +476,8 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
 
     A row replaces an older one with the same key. The key is all but the value, the images and
     the number of classes. So after a set has been copied completely, its rows of 1,000 classes
-    replace those of the 400 that were there before. Rows of one call do not replace each other."""
+    replace those of the 400 that were there before. Rows of one call do not replace each other:
+    those among all classes, and among the classes of a set, have one key."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
@@ -538,10 +538,10 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     rows = []
     for name, (x, y) in tests.items():
         all_classes = torch.arange(len(sets.classes)).to(y)
-        groups = [all_classes, y.unique()]
-        if len(groups[1]) == len(all_classes):
-            groups = [all_classes]
-        for among in groups:
+        choices = [all_classes, y.unique()]
+        if len(choices[1]) == len(all_classes):
+            choices = [all_classes]
+        for among in choices:
             values = {}
             if args.with_heads:
                 kind = "mlp" if args.mlp else "linear"
@@ -585,7 +585,7 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
-    images = describe(sets)
+    made_of = describe(sets)
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
         untrained = ser.seeded_encoder(run).eval()
@@ -598,14 +598,15 @@ def evaluate(args: Namespace) -> list[dict]:
         elements = ["rot90"]
 
     rows = []
-    for name, encoder in encoders.items():     # `kept` is of the trained one, which comes last
+    kept = {}
+    for name, encoder in encoders.items():
         encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
-        rows += [row | {"encoder": name, "images": images} for row in own]
+        rows += [row | {"encoder": name, "images": made_of} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows
@@ -613,9 +614,9 @@ def evaluate(args: Namespace) -> list[dict]:
     # Write before printing, as printing to a closed terminal ends the program.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
-        made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
+        made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": made_of}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-        ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
+        ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)
     print_table(rows)
     print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows

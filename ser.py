@@ -20,9 +20,8 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
-or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` the three places
-where we depart from it. "The release" is the authors' code, github.com/aitrics-chris/SER at
-dbe5e93.
+or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we depart from
+it. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -110,11 +109,11 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     return Geometry(flip, turns, (height, width))
 
 
-def sample_own_geometry(batch: int, grid: int, elements: tuple[str, ...],
-                        shared: torch.Generator) -> Geometry:
-    """The same for `batch` images of each rank. All ranks sample for all of them, by
-    generators with the same seed, and keep their own part. So every image has a motion of
-    its own, and all share a grid, as `gather` needs."""
+def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
+                         shared: torch.Generator) -> Geometry:
+    """Sample flips and turns for the `batch` images of this rank, others than on the other
+    ranks, and the grid of all. To this end every rank samples for all ranks, by a generator
+    that has the same seed everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     flip, turns, size = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], size)
@@ -123,19 +122,17 @@ def sample_own_geometry(batch: int, grid: int, elements: tuple[str, ...],
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
     # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
-    # Proof: Q is a quarter turn, M the flip, and m1, m2 say who flips. Products act from right
-    # to left, so a view is S Q^t M^m with a scaling S. A flipped image turns the other way,
-    # M Q = Q^-1 M. Without the scalings,
+    # Proof, first without scalings: Q is a quarter turn, M the flip, and m1, m2 say who flips.
+    # Products act from right to left, so a view is Q^t M^m. As M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s = -1 if m1 != m2, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With the scalings, g2 g1^-1 first undoes S1, by a resize back to the square. It ends with S2,
-    # a resize to (H2, W2). An image may as well be resized after a flip or a turn as before it,
-    # if a quarter turn exchanges its sides. So both are a single resize to (H2, W2), up to what
-    # resampling loses.
+    # Then the scalings: g2 g1^-1 begins with a resize to the square, which undoes that of view 1,
+    # and ends with one to (H2, W2). In between are flips and turns, which permute a square. So
+    # the last resize alone gives the same, up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -144,7 +141,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # Other types take the way over float32, as PyTorch does not resize them on a CPU.
+    # Other types go through float32, as PyTorch does not resize them on a CPU.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -224,27 +221,28 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 #                             view 1  view 2
 #   random crop     loader    1       1        .08 to 1 of the area,      the whole image,
 #                                              aspect ratio 3/4 to 4/3    as a square
-#   flip            loader    .5      .5       horizontal                 rho_g, by the device
+#   flip            loader    .5      .5       horizontal                 flip, turn and scaling
+#                                                                         of rho_g (device)
 #   colour jitter   device    .8      .8       brightness, contrast .4,   the same
 #                                              saturation .2, hue .1
 #   grayscale       device    .2      .2                                  the same
 #   blur            device    1       .1       sigma .1 to 2 pixels       the same
 #                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
+P_FLIP, P_JITTER, P_GRAY = 0.5, 0.8, 0.2     # of both views
+
+
 class ViewSettings(NamedTuple):
     """What the augmentation of a view is sampled from."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float                   # probabilities
     p_solarize: float
-    p_flip: float = 0.5
-    p_jitter: float = 0.8
-    p_gray: float = 0.2
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view of an image, where the defaults do nothing. A field is the
-    number of one image or, when the loader has collated a batch, a tensor (B,)."""
+    """What was sampled for a view of an image, where the defaults do nothing. When the loader
+    collates a batch, the numbers of its images become a tensor (B,) for each field."""
     # The crop and its flip, which b2 does not have. Some baselines in paper/methods predict them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -277,7 +275,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
         top, left, height, width = RandomResizedCrop.get_params(
             image, settings.area, (3 / 4, 4 / 3))
         image = image[:, top:top + height, left:left + width]
-        flip = random.random() < settings.p_flip
+        flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
     # The crop becomes a square. Paper: 3.2, T_eq does not crop. Choice: in b2, the whole image
@@ -286,7 +284,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    if random.random() < settings.p_jitter:
+    if random.random() < P_JITTER:
         aug = aug._replace(
             brightness=random.uniform(0.6, 1.4),
             contrast=random.uniform(0.6, 1.4),
@@ -295,7 +293,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
         aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
-    gray = random.random() < settings.p_gray
+    gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
     return pixels, aug._replace(gray=gray, solarize=solarize)
 
@@ -404,7 +402,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         if B2 > 0:
             shared = rng(args.seed, "geometry", step, number)
             side = pixels.shape[-1] // args.patch_size
-            g = sample_own_geometry(B2, side, args.group, shared)
+            g = sample_rank_geometry(B2, side, args.group, shared)
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.rows(slice(B1, None)), order)
 
@@ -531,8 +529,8 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
 
-        # Choice: position embeddings are learned, resized to the grids of b2, and there is
-        # none for [CLS], as in the release's SER. MoCo-v3's are fixed sines and cosines.
+        # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
+        # are learned, resized to the grids of b2, and there is none for [CLS], as in the release.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -591,7 +589,8 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         # A rank's x entered the loss of every rank, so its gradient is the sum of the gradients
-        # of all these losses. The loss of the whole batch is their mean, and DDP divides by R.
+        # of all these losses. The loss of the whole batch is their mean, but we do not divide by
+        # R, as DDP does so when it averages the gradients of the ranks.
         ranks, rank = ranks_and_rank()
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
@@ -669,8 +668,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control, the same loss without any motion."""
     side = min(images1.shape[2:]) // patch
-    g1 = sample_own_geometry(len(images1), side, elements, shared)
-    g2 = sample_own_geometry(len(images1), side, elements, shared)
+    g1 = sample_rank_geometry(len(images1), side, elements, shared)
+    g2 = sample_rank_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
@@ -710,7 +709,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns
-    the mean cross-entropy, ln(R B) at chance, times MoCo-v3's factor, 2 * temperature."""
+    MoCo-v3's factor, 2 * temperature, times the mean cross-entropy, which is ln(R B) at chance."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -804,7 +803,7 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# What argparse calls to read a number. It refuses others by the function's name, as in
+# What argparse calls to read a number. Its message for others has the function's name, as in
 # "argument --ratio: invalid share value: '2'".
 def positive(text: str) -> float:
     """A number above 0."""
@@ -849,17 +848,18 @@ def arguments() -> ArgumentParser:
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
     add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
-    # Choice: 6 heads, as the release; MoCo-v3 has 12.
+    # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
     # The paper's main setting has 3 for both. To move L_equiv to another block, give both flags,
-    # as in --cls-layer 6 --equiv-layers 6. [CLS] cannot enter after the last block. Choice: if
-    # L_equiv is there, give --cls-layer 0. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
+    # as in --cls-layer 6 --equiv-layers 6, or --cls-layer 0 --equiv-layers 12, as [CLS] cannot
+    # enter after the last block. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
         help="blocks with L_equiv: the last of f1 in the paper's main setting")
-    # With 256 images on one GPU, .01 is 3 images, whose tokens have few negatives; .06 is 15.
-    add("--ratio", type=share, default=0.01, help="r, share of b2 in a batch; 0: no b2")
+    # In a batch of 256, .01 is 3 images, whose tokens have few negatives, and .06 is 15.
+    add("--ratio", type=share, default=0.01,
+        help="r, share of b2 in a batch; .06 for 256 images; 0: no b2")
     add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
     add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
     add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="what moves b2")
@@ -869,7 +869,7 @@ def arguments() -> ArgumentParser:
     add("--epochs", type=positive, default=100.0, help="also fractions")
     add("--warmup-epochs", type=nonnegative, default=10.0,
         help="epochs of linear warmup; if the run is not longer than that, a tenth of it")
-    # Choice: as the release; MoCo-v3 has 1.5e-4.
+    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
@@ -982,7 +982,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folder of the images may move, as they are known by their names.
+    # The images are known by their names, so their folder may move. The others alter no number.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1002,7 +1002,8 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)     # in `train`'s model itself
+        # It replaces the layers within `model`, which `train` optimises and saves.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
     # augmentation stay on the CPU.
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -1179,7 +1180,8 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
 
 
 def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO, tqdm]:
-    """Write all settings to the log, print the plan, and make the bar, on rank 0 alone."""
+    """Write all settings to the log, print the plan, and make the bar. Other ranks than 0 get
+    a log and a bar that show nothing."""
     _, rank = ranks_and_rank()
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)

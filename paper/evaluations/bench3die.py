@@ -11,6 +11,7 @@ renderings of each of 52,472 objects. val_images.npy lists those to validate on,
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
 the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags.
 """
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -34,7 +35,10 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = eval_linear.arguments()
     parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    return eval_linear.parse(argv, parser)
+    args = eval_linear.parse(argv, parser)
+    if args.equivariance or args.val or args.test:
+        sys.exit("--equivariance, --val and --test are of eval_linear.py alone")
+    return args
 
 
 class Renderings(Dataset):
@@ -66,7 +70,8 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
                 # Choice: all views, so that the result is no sample; the authors sample one.
                 items["val"] += [(folder, range(view, view + 1), label) for view in range(50)]
             else:
-                # Choice: one of the 50 in an epoch, as the authors do; no flip.
+                # Choice: one of the 50 in an epoch, as the authors do; no flip. The first alone is
+                # what 20-NN and --cache see.
                 items["crops"].append((folder, range(50), label))
                 items["train"].append((folder, range(1), label))
 

@@ -10,6 +10,7 @@ tokens of the copy, it is the most similar one to its counterpart in the photogr
 other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
 share of these tokens in many images, where it looks among those of 32 images.
 """
+import sys
 from argparse import Namespace
 
 import torch
@@ -58,8 +59,11 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
     layers = [layer for run in runs for layer in run.settings["equiv_layers"]]
 
-    # Chosen before looking: the first photograph of three classes.
     size = runs[0].settings["image_size"]
+    if not layers or any(run.settings["image_size"] != size for run in runs):
+        sys.exit("the checkpoints should be of one --image-size, and one of them with L_equiv")
+
+    # Chosen before looking: the first photograph of three classes.
     as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))
     as_shown = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
 

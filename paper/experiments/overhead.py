@@ -6,7 +6,7 @@
 
 The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
 SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
-the online and the momentum branch. 18.63 G is a count of ours that may agree by chance, see `count`.
+the online and the momentum branch. 18.63 G is a count that may agree by chance, see `count`.
 """
 import random
 import time

@@ -5,8 +5,7 @@
 L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
 ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
 With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
-A stopped command goes on from its last epoch, and torchrun shares it. OUT/row.json gets the
-results, accuracies as means over three heads.
+A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -84,6 +83,7 @@ def train(args: Namespace) -> Model:
     """Train, or go on with a training, and return the model."""
     device = ser.setup()
     ranks, rank = ser.ranks_and_rank()
+    assert 16 % ranks == 0, "the ranks share the 16 images of L_equiv"
     timm.layers.set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
     torch.manual_seed(args.seed)
     model = Model().to(device)
@@ -91,7 +91,7 @@ def train(args: Namespace) -> Model:
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
     data = ImageFolder(f"{args.data}/train", four_views)
-    sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed)
+    sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed, drop_last=True)
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
