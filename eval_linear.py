@@ -143,9 +143,9 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... A label is the place of CLASS in `classes`, the names of the
-    training classes. Without `classes`, labels are ImageFolder's own. Folders that are called
-    0, 1, ..., as in ImageNet-V2, are the labels themselves."""
+    """The images root/CLASS/... A label is the place of CLASS among `classes`, the names of the
+    training classes or, without them, of the folder's own. Folders may also be called by the
+    labels, 0, 1, ..., as in ImageNet-V2."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -379,8 +379,8 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 
 
 def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
-    """A motion of each image, by one kind. No image stays as it is, where every token would
-    find itself, but a scaling may round to the size that the map has."""
+    """A motion of each image, by one kind. Every image moves, as the tokens of one that stays
+    would all find themselves. Only a scaling may round to the size that the map has."""
     g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(images) % 3)
@@ -593,7 +593,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     blocks = range(1, run.depth + 1)
     elements = ser.ELEMENTS
-    if not args.equivariance:     # which synthetic images have even if nobody asks for it
+    if not args.equivariance:     # of synthetic images, only turns after f1
         blocks = [max(1, run.cls_layer)]
         elements = ["rot90"]
 

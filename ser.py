@@ -63,13 +63,6 @@ from tqdm import tqdm
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
-def ranks_and_rank() -> tuple[int, int]:
-    """(R, this rank), which is (1, 0) in a single process."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
-
-
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
@@ -107,6 +100,13 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     if "scale" not in elements:
         height = width = grid
     return Geometry(flip, turns, (height, width))
+
+
+def ranks_and_rank() -> tuple[int, int]:
+    """(R, this rank), which is (1, 0) in a single process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
 
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
@@ -166,7 +166,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    turned = torch.rot90(x, 1, (-2, -1)).contiguous()
+    turned = torch.rot90(x, 1, (-2, -1)).contiguous()     # or convolutions round otherwise
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
 
@@ -534,8 +534,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), where h and w are multiples of the patch size. Maps are
-        those after the blocks `layers`, which count from 1."""
+        """Encode (B, 3, h, w), where h and w are multiples of the patch size. Maps, and [CLS]
+        beside them, are those after the blocks `layers`, which count from 1."""
         x = self.patch_embed["proj"](images)     # (B, D, H, W)
         H, W = x.shape[-2:]
         x = x + resize(self.pos_embed, (H, W))
@@ -592,7 +592,7 @@ class AllGather(torch.autograd.Function):
         # of all these losses. The loss of the whole batch is their mean, but we do not divide by
         # R, as DDP does so when it averages the gradients of the ranks.
         ranks, rank = ranks_and_rank()
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = gradient.contiguous().clone()
         dist.all_reduce(total)
         return total.chunk(ranks)[rank]
 
@@ -698,12 +698,11 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
     # training they are those of all GPUs, see `distribute`.
-    *hidden, last = zip(widths, widths[1:])
     layers: list[nn.Module] = []
-    for fan_in, fan_out in hidden:
+    for fan_in, fan_out in zip(widths, widths[1:]):
         linear = nn.Linear(fan_in, fan_out, bias=False)
         layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers += [nn.Linear(*last, bias=False), nn.BatchNorm1d(last[1], affine=False)]
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # after the last, no ReLU
     return nn.Sequential(*layers)
 
 
@@ -1006,7 +1005,7 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
     # augmentation stay on the CPU.
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(model)
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,6 @@ def equal(x, y):
 
 
 def same(a, b):
-    """Equal to the last bit, in all that dicts, lists and tuples hold."""
     leaves, form = tree_flatten(a)
     others, other_form = tree_flatten(b)
     return form == other_form and all(map(equal, leaves, others))
@@ -184,7 +184,6 @@ def slow_move(x, flip, turns):
 
 
 def slow_rho(g, x, cell=1):
-    """rho_g image by image, resampled by torchvision."""
     size = [g.grid[0] * cell, g.grid[1] * cell]
     moved = []
     for image, flip, turns in zip(x, g.flip, g.turns):
@@ -453,7 +452,6 @@ def toy_vit(cls_layer=2):
 
 
 def plain_block(block):
-    """torch's own pre-norm block with the same weights."""
     layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, F.gelu, 1e-6, True, norm_first=True)
     ours = list(block.parameters())
     weights = ours[2:6] + ours[8:] + ours[:2] + ours[6:8]     # torch has the norms at the end
@@ -719,7 +717,6 @@ def plain_moco(base, views, m):
 
 
 def plain_equiv(encoder, head, layer, first, second):
-    """L_equiv of one layer and one pair of views by Algorithm 1, image by image."""
     norm, linear1, _, linear2 = head
     h1 = encoder(first.b2, [layer]).maps[layer]
     h2 = encoder(second.b2, [layer]).maps[layer]
@@ -1440,6 +1437,10 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     lines = (tmp_path / "eval.jsonl").read_text().splitlines()
     assert len(lines) == 4     # two of the first, two of rank 0
     close(head_of(tmp_path)["weight"], head["weight"], 1e-4)
+    paths = sorted(map(str, tree.glob("few/*/*.png")))
+    names = "/".join(path.removeprefix(f"{tree}/few") for path in paths)
+    described = f"few: {len(paths)} images {zlib.crc32(names.encode()):08x}"
+    assert wanted[0]["images"].endswith(described)
 
 
 @pytest.fixture(scope="module")
@@ -1519,7 +1520,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     path = tmp_path / "eval.json"
     writes = [(0, "a", 1), (1, "a", 2), (0, "b", 3), (0, "a", 4)]
     for seed, weights, value in writes:
-        row = {"measure": "20-NN", "classes": value, "value": value}     # of a folder that grows
+        row = dict.fromkeys(["classes", "images", "value"], value)     # of a folder that grows
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by)
 
@@ -1579,7 +1580,6 @@ def test_results_are_in_out_before_they_are_printed(tree, checkpoint, tmp_path, 
 
 # ==== 11. READMEs =======================================================================
 def paste(start, **names):
-    """The names of the READMEs' python block that begins so, pasted into a file with others."""
     text = (HERE / "README.md").read_text() + (HERE / "paper" / "README.md").read_text()
     block, = re.findall(rf"^```python\n({start}.*?)^```", text, re.M | re.S)
     exec(block, names)

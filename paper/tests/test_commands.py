@@ -32,7 +32,6 @@ def commands(name):
                 yield match[1], match[2].split(), match[3], shlex.split(match[4], comments=True)
 
 def parse(script, flags):
-    """The settings of a command line, by the parser of its script."""
     if script == "eval_linear.py":
         return eval_linear.arguments().parse_args(flags)
     return (ser.parse if script == "ser.py" else importlib.import_module(script).settings)(flags)

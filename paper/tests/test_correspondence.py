@@ -28,14 +28,16 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
-    """And what both runs find after the block of L_equiv, which MoCo-v3's does not have."""
     figures = []
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
     val = class_folders(tmp_path / "val", size=18)
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
-    call(correspondence, "--data", val, "--checkpoint", moco, ours, "--label", "MoCo-v3", "SER")
+    line = ["--data", val, "--label", "MoCo-v3", "SER", "--checkpoint", moco]
+    with pytest.raises(SystemExit, match="with L_equiv"):
+        call(correspondence, *line, moco)
+    call(correspondence, *line, ours)
 
     panels = figures[0].axes
     for number in range(3):

@@ -32,7 +32,6 @@ def test_l_inv_is_the_sum_of_infonce_over_the_ten_pairs():
 
 
 def test_l_equiv_is_added_over_the_global_pair_and_the_two_local_pairs():
-    """A.1: each pair as ser.SER has it."""
     args, model = toy("multicrop", "--weight 0.7")
     views = toy_views("multicrop", args)
     plain = ser.SER(model.base, [1], temperature=model.temperature)

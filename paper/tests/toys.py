@@ -60,7 +60,6 @@ def become_rank(monkeypatch, rank):
 
 
 def values(path, **keys):
-    """measure -> value, of the rows of a results file with these keys."""
     rows = json.loads(Path(path).read_text())["rows"]
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
