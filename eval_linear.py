@@ -397,8 +397,9 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
     none = torch.zeros(len(x))
     aug = ser.Augmentation(
-        brightness=sample(1, 0.4), contrast=sample(1, 0.4), saturation=sample(1, 0.2),
-        hue=sample(0, 0.1), gray=none, blur=none, solarize=none)
+        brightness=sample(1, ser.BRIGHTNESS), contrast=sample(1, ser.CONTRAST),
+        saturation=sample(1, ser.SATURATION), hue=sample(0, ser.HUE),
+        gray=none, blur=none, solarize=none)
     return ser.photometric(x, aug, order=torch.arange(4))
 
 
@@ -474,10 +475,9 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
     """Add rows to the file of results, each with the settings and the weights that made it.
 
-    A row replaces an older one with the same key. The key is all but the value, the images and
-    the number of classes. So after a set has been copied completely, its rows of 1,000 classes
-    replace those of the 400 that were there before. Rows of one call do not replace each other:
-    those among all classes, and among the classes of a set, have one key."""
+    A row replaces older ones that differ from it in nothing but the value, the images and the
+    number of classes. So after a set has been copied completely, its rows of 1,000 classes
+    replace those of the 400 that were there before. The rows of one call all stay."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())

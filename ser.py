@@ -111,9 +111,9 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample flips and turns for the `batch` images of this rank, others than on the other
-    ranks, and the grid of all. To this end every rank samples for all ranks, by a generator
-    that has the same seed everywhere, and keeps its own part."""
+    """Sample flips and turns for the `batch` images of this rank, which are not those of the
+    other ranks, and a grid that all ranks share. To this end every rank samples for all of
+    them, by a generator that has the same seed everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     flip, turns, size = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], size)
@@ -130,9 +130,10 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Then the scalings: g2 g1^-1 begins with a resize to the square, which undoes that of view 1,
-    # and ends with one to (H2, W2). In between are flips and turns, which permute a square. So
-    # the last resize alone gives the same, up to what resampling loses.
+    # Then the scalings: with the flip and turn P of a view, the resize Z2 to (H2, W2), and the
+    # resize Z to the square, which undoes that of view 1,
+    #     g2 g1^-1 = Z2 P2 P1^-1 Z = Z2 Z P2 P1^-1 = Z2 P2 P1^-1,
+    # as Z commutes with flips and turns. The last step is true up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -166,7 +167,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    turned = torch.rot90(x, 1, (-2, -1)).contiguous()     # or convolutions round otherwise
+    # `where` would keep the memory order of rot90, in which convolutions round otherwise.
+    turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
 
@@ -230,6 +232,7 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 #                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
 P_FLIP, P_JITTER, P_GRAY = 0.5, 0.8, 0.2     # of both views
+BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
 
 
 class ViewSettings(NamedTuple):
@@ -286,10 +289,10 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
 
     if random.random() < P_JITTER:
         aug = aug._replace(
-            brightness=random.uniform(0.6, 1.4),
-            contrast=random.uniform(0.6, 1.4),
-            saturation=random.uniform(0.8, 1.2),
-            hue=random.uniform(-0.1, 0.1))
+            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
+            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
+            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
+            hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
         aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
@@ -644,8 +647,9 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 
 def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                        temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv of one layer, from h1 = f1(x1), (B, D, H1, W1), and h2 = f1(x2), (B, D, H2,
-    W2), where g takes view 1 to view 2. Raises ValueError for maps that do not fit."""
+    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
+    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2).
+    Raises ValueError for maps that do not fit."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     if aligned.shape != h2.shape:
         raise ValueError(f"f1(x2) is {tuple(h2.shape)} and not {tuple(aligned.shape)}")
@@ -661,8 +665,9 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     """L_equiv for a training that is not ours, whose images are not moved yet.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. They should be squares. Others are distorted, as
-    every view is resized to an aspect ratio of 3/4 to 4/3.
+    colour jitter of its own, and normalised. (In a training of ser.py, the motion comes before
+    the jitter.) They should be squares. Others are distorted, as every view is resized to an
+    aspect ratio of 3/4 to 4/3.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
@@ -849,9 +854,9 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # The paper's main setting has 3 for both. To move L_equiv to another block, give both flags,
-    # as in --cls-layer 6 --equiv-layers 6, or --cls-layer 0 --equiv-layers 12, as [CLS] cannot
-    # enter after the last block. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
+    # The paper's main setting has 3 for both. To move L_equiv to block 6, give --cls-layer 6
+    # --equiv-layers 6. Choice: for the last block, after which [CLS] cannot enter, give
+    # --cls-layer 0 --equiv-layers 12. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -1001,7 +1006,7 @@ def distribute(model: nn.Module, device: torch.device) -> nn.Module:
     if ranks == 1:
         return model
     if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        # It replaces the layers within `model`, which `train` optimises and saves.
+        # It replaces the layers inside `model`, so that `train` has them in its model, too.
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
     # augmentation stay on the CPU.
