@@ -124,7 +124,6 @@ def no_bar_is_left():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """43 image files of several sizes, in two folders."""
     root = tmp_path_factory.mktemp("images")
     images, _ = ser.synthetic_images(43, 30, seed=1)
     for i, image in enumerate(images):
@@ -176,7 +175,6 @@ def element(flip, turns, grid):
 
 
 def slow_move(x, flip, turns):
-    """A flip, then counter-clockwise quarter turns, of one array (C, h, w)."""
     x = x.flip(2) if flip else x
     for _ in range(turns):     # the right-hand column, read downwards, becomes the top row
         x = x.transpose(1, 2).flip(1)
@@ -273,8 +271,11 @@ def test_half_precision_has_the_values_of_fp32(dtype):
 
     z, z_prime = [each.to(dtype) for each in tokens()]
     wanted = patch_ntxent(z.float(), z_prime.float())
+    q, k = noise(2, 9, 6)
+    l_inv = ser.info_nce(q, k, 0.2)
     with torch.autocast("cpu", torch.bfloat16):
         assert same(patch_ntxent(z, z_prime), wanted)
+        assert same(ser.info_nce(q, k, 0.2), l_inv)
 
 
 @parametrize("call", [
@@ -324,7 +325,6 @@ def rows_of(columns):
 
 
 def check_view(view, images):
-    """A view is made of these images (uint8; b1, then b2) as its own record says."""
     aug = view.augmentation
     n_b1 = len(view.b1)
     cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
@@ -336,7 +336,6 @@ def check_view(view, images):
 
 
 def toy_views(step=0, **changes):
-    """The views of a batch of random images, four in b1 and four in b2, by a run's data path."""
     args = toy(**changes)
     dataset = ser.two_views(pixels(8, 3, 20, 24), args)
     loaded = default_collate([dataset[0, i, i > 3] for i in range(8)])
@@ -361,7 +360,6 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
 
 @pytest.fixture(scope="module")
 def draws():
-    """in_b2 -> what was sampled for view 1 and view 2 of 1000 images of 40 x 50 pixels."""
     images = pixels(1, 3, 40, 50).expand(1000, -1, -1, -1)
     dataset = ser.two_views(images, toy(image_size=56, crop_min=0.2))
     found = {}
@@ -462,7 +460,6 @@ def plain_block(block):
 
 @torch.no_grad()
 def plain_vit(encoder, x):
-    """The tokens after block 0..depth of an encoder of width 16 with two heads, a list."""
     kernel = encoder.patch_embed["proj"]
     t = F.conv2d(x, kernel.weight, kernel.bias, stride=4)
     grid = list(t.shape[-2:])
@@ -537,6 +534,7 @@ def test_the_momentum_branch_begins_as_the_online_one():
 def test_moco_v3s_mlps_have_their_layers():
     base = ser.build(toy()).base
     kinds = ["Linear", "BatchNorm1d", "ReLU"] * 3
+    assert base.projector[0].out_features == base.predictor[0].out_features == 16
     assert [type(layer).__name__ for layer in base.projector] == kinds[:-1]
     assert [type(layer).__name__ for layer in base.predictor] == kinds[:-4]
 
@@ -604,7 +602,6 @@ RANK_RUN = dict(epochs=1.15, base_lr=8.0, equiv_layers=[1, 2], log_every=4)
 
 
 def pasted_loss(rank, ranks):
-    """The loss for other trainings, by a rank's part of four images."""
     copies = torch.rand(2, 4, 3, 16, 16, generator=seeded()).chunk(ranks, dim=1)[rank]
     loss = ser.equivariance_loss(nn.AvgPool2d(4), nn.Identity(), *copies, 4, seeded(4))
     return loss.item()
@@ -630,7 +627,6 @@ def distance(a, b, names):
 
 
 def check_same_way(ours, theirs, start, tolerance):
-    """Two states have gone the same way from a start, in trained and in momentum weights."""
     for part in ("base.encoder", "base.projector", "base.momentum_encoder"):
         names = [name for name, _ in start.named_parameters() if name.startswith(part)]
         way = distance(theirs, start.state_dict(), names)
@@ -738,7 +734,6 @@ def plain_rate(step):
 
 
 def plain_steps(model, views, layers):
-    """Train `model` as Algorithm 1 says on the views of seven steps; returns the losses."""
     losses = []
     for step, pair in enumerate(views):
         m = 1 - 0.3 * 0.5 * (1 + math.cos(math.pi * step / 7))
@@ -812,7 +807,6 @@ def test_adamw_decays_all_that_is_trained_and_nothing_else():
 
 
 def test_weight_0_is_the_control():
-    """L_equiv is computed on the same views, and adds gradients of zero (Eq. 3)."""
     model = shake(ser.build(toy(weight=0.0)))
     found = model(toy_views())
     found["loss"].backward()
@@ -854,18 +848,26 @@ def test_the_defaults_are_the_papers():
     assert paper.items() <= found.items()
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
+    for loss in (patch_ntxent, ser.align_and_contrast, ser.equivariance_loss):
+        assert loss.__defaults__[0] == 0.3     # the temperature
+    full = eval_linear.parse(["--data", "imagenet"])
+    assert (full.epochs, full.batch_size, eval_linear.parse([]).batch_size) == (50, 1024, 64)
 
 
 def test_small_settings_are_for_synthetic_images():
     full = vars(ser.parse(["--data", "imagenet"]))
     small = vars(ser.parse(["--depth", "5"]))
     assert small == full | ser.SMALL | dict(data="", depth=5)
+    readmes = dict(dim=64, crop_min=0.3, batch_size=64, epochs=3.0, base_lr=8e-3, moco_hidden=512)
+    assert readmes.items() <= ser.SMALL.items()
 
 
 @parametrize("ratio, size, ranks", [(0.01, 2048, 8), (0.25, 10, 1)])
-def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks):
+def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks, tmp_path):
     args = toy(ratio=ratio, batch_size=size)
     assert ser.b2_per_rank(args, ranks) == 3
+    ser.open_log(tmp_path / "log", vars(args) | dict(images=9, ranks=ranks), 0, 1)
+    assert json.loads((tmp_path / "log").read_text())["b2"] == 3 * ranks
 
 
 @parametrize("images, ranks, size, ratio, name", [
@@ -916,7 +918,6 @@ def test_bf16_is_for_gpus_unless_a_flag_says_otherwise(gpu, monkeypatch):
 # ==== 8. Training =======================================================================
 @pytest.fixture(scope="session")
 def whole_run(folder, tmp_path_factory):
-    """The folder of an uninterrupted run of ten steps, with a loader process."""
     out = tmp_path_factory.mktemp("whole")
     ser.train(toy(folder, out, workers=1))
     return out
@@ -967,7 +968,6 @@ def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
 
 
 def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp_path, monkeypatch):
-    """L_equiv is infinite from the fourth step on; the last good checkpoint stays."""
     factors = iter([1, 1, 1, math.inf])
     monkeypatch.setattr(ser, "patch_ntxent", lambda *z: patch_ntxent(*z) * next(factors))
     told = sentence(ser.train, toy(folder, tmp_path, save_every=2, log_every=20))
@@ -1055,6 +1055,7 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 
     control, trained = shares
     assert trained > 2 * control
+    assert trained == eval_linear.retrieval(f1, images, 4)     # turns are the default
     with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
         colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
         assert eval_linear.retrieval(colours, images, 4) > 0.95
@@ -1158,7 +1159,6 @@ def write_checkpoint(folder, **changes):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Of an encoder with five blocks after [CLS], of which the last four are read."""
     return write_checkpoint(tmp_path, depth=6)
 
 
@@ -1192,7 +1192,6 @@ def plain_split(folder):
 
 
 def plain_centre(image):
-    """16 pixels of the centre, of 18 x 22 (the longer side is rounded down)."""
     resized = F.interpolate(image[None], (18, 22), mode="bicubic", antialias=True)
     return TF.center_crop(resized[0], 16)
 
@@ -1342,9 +1341,8 @@ def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
     (10, 40, 0.995, 0),    # ten of .93 are near enough, an eleventh would win
     (9, 40, 0.995, 1)])    # eleven of them, which nine would not beat
 def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, wanted):
-    """Neighbours of class 0 and cosine 1 against others of class 1."""
     other = [cosine, math.sqrt(1 - cosine ** 2)]
-    train = torch.tensor([[1.0, 0.0]] * firsts + [other] * others)
+    train = torch.tensor([[3.0, 0.0]] * firsts + [other] * others)
     labels = torch.tensor([0] * firsts + [1] * others)
     test = torch.tensor([[2.0, 0.0]])
     assert eval_linear.knn(train, labels, test, torch.tensor([wanted])) == 100
@@ -1362,7 +1360,6 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
 
 
 def plain_colours(images, generator):
-    """Each of the images with a colour jitter of its own, as wide as in training."""
     draws = [2 * torch.rand(len(images), generator=generator) - 1 for _ in range(4)]
     jittered = []
     for image, b, c, s, h in zip(images, *draws):
@@ -1416,7 +1413,7 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
         h = encoder.norm(h) if layer == 4 else h
         return h.movedim(-1, 1)
 
-    rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [layer, 3])
+    rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], [3, layer])
     cosine, share, jittered = plain_equivariance(f, images / 255, kind)
     wanted = {f"{kind} cosine": cosine, f"{kind} retrieval": share,
               f"{kind} retrieval with jitter": jittered}
@@ -1440,6 +1437,7 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     paths = sorted(map(str, tree.glob("few/*/*.png")))
     names = "/".join(path.removeprefix(f"{tree}/few") for path in paths)
     described = f"few: {len(paths)} images {zlib.crc32(names.encode()):08x}"
+    assert wanted[0]["images"].startswith("train: 33 images ")
     assert wanted[0]["images"].endswith(described)
 
 
@@ -1487,7 +1485,8 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys, tmp_path):
     text = (HERE / "README.md").read_text()
     begin, output = re.search(r"```\n(4,096.*?chance\n)(.*?)\n```", text, re.S).groups()
     *table, _ = output.splitlines()
-    settings = vars(ser.parse([])) | {"images": 4096, "ranks": 1}
+    images, _ = ser.find_images(ser.parse([]))
+    settings = vars(ser.parse([])) | {"images": len(images), "ranks": 1}
     ser.open_log(tmp_path / "log.jsonl", settings, 0, 192)
     assert capsys.readouterr().out == begin
 
@@ -1524,8 +1523,9 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by)
 
-    rows = results_of(tmp_path)["rows"]
-    assert [row["value"] for row in rows] == [2, 3, 4]
+    results = results_of(tmp_path)
+    assert [row["value"] for row in results["rows"]] == [2, 3, 4]
+    assert set(results["checkpoints"]) == {"a", "b"}
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint):

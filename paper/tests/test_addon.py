@@ -3,15 +3,14 @@ import pytest
 import torch.nn.functional as F
 
 import ser
-from paper.methods import addon, augself, essl
-from paper.tests.test_methods import ADDONS, toy, toy_views
+from paper.methods import essl
+from paper.tests.test_methods import ADDONS, recipe, settings, toy, toy_views
 from test_ser import close, sentence
 
 
 @pytest.mark.parametrize("name", ADDONS)
 @pytest.mark.parametrize("layer", [2, 4])
 def test_the_loss_is_moco_v3s_plus_weight_times_the_methods_own(name, layer):
-    """That is of the [CLS] after block 2 under a norm of its own, or of the final one."""
     args, model = toy(name, f"--weight 0.7 --layer {layer}")
     views = toy_views(name, args)
     losses = model(views)
@@ -27,14 +26,14 @@ def test_the_loss_is_moco_v3s_plus_weight_times_the_methods_own(name, layer):
     close(losses, {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
 
 
-def test_views_1_and_2_are_moco_v3s_but_for_blur_and_solarization():
-    words = "--image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
-    first, second = addon.view_settings(augself.settings(words.split()))
+@pytest.mark.parametrize("name", ADDONS)
+def test_views_1_and_2_are_moco_v3s_but_for_blur_and_solarization(name):
+    words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
+    first, second, *_ = recipe(name)[1]([], settings(name, words)).view_settings
     assert first == ser.ViewSettings(32, (0.2, 1.0), 0.3, 0.5)
     assert second == ser.ViewSettings(32, (0.2, 1.0), 0.4, 0.6)
 
 
 @pytest.mark.parametrize("flags", ["--ratio 0.25", "--layer 5", "--layer 2 --cls-layer 2"])
 def test_settings_without_l_eq_are_refused(flags):
-    """There is no b2, and [CLS] must be there after block --layer, one of four."""
     assert flags.startswith(sentence(toy, "augself", flags).split()[0])

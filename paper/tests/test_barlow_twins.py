@@ -19,7 +19,6 @@ def slow_loss(z1, z2, w):
 
 
 def test_the_loss_is_the_papers_on_standardised_features():
-    """In fp32, also where the projector is in bf16."""
     _, model = toy("barlow_twins", "--off-diagonal 0.3")
     projector = model.base.projector
     assert [linear.out_features for linear in projector[::3]] == [24, 24, 24]
@@ -44,7 +43,6 @@ def test_the_rate_ends_at_a_thousandth_of_its_peak(epoch, rate):
 
 
 def test_the_gradient_of_k_l_inv_is_clipped_for_each_parameter():
-    """Here K is 24; .3 bounds each norm."""
     model = nn.Linear(2, 1)
     optimizer = barlow_twins.optimizer(model, settings("barlow_twins"))
     model.weight.grad = torch.tensor([[3.0, 4.0]]) / 24

@@ -32,7 +32,6 @@ def args(tmp_path_factory):
 
 
 def seen(item):
-    """Object and view, as the image shows them, and the label."""
     image, label = item
     assert image[2, 0].min() > 180, "the border is cropped"
     red, green, _ = image[:, 8, 8].tolist()
@@ -40,7 +39,6 @@ def seen(item):
 
 
 def test_the_split_is_that_of_the_list(args):
-    """Val is every view of the listed objects, train one of 50 of each other object."""
     classes, train, crops, tests = bench3die.load_sets(args, 16)
     assert classes == SYNSETS
 

@@ -57,7 +57,6 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
 
 
 def test_a_small_detector_finds_squares(tmp_path):
-    """Of two sizes and categories; not scored for other images."""
     path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
     objects = []
     for i in range(140):
@@ -78,7 +77,6 @@ def test_a_small_detector_finds_squares(tmp_path):
 
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
-    """Images are known by the widths of their boxes; no crowds and no empty boxes."""
     path = toy_checkpoint(tmp_path, image_size=32)
     objects = [(3, [0, 30, n, 9], 0) for n in range(1, 9)]
     objects += [(3, [5, 5, 9, 9], 1), (3, [5, 5, 0, 9], 0)]
@@ -109,19 +107,24 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert first != second, "all epochs have one order"
     assert 0 < sum(flips) < 16
-    last_rate = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"][0]["lr"]
-    assert last_rate == coco.lr_at(3, args)
+    group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (coco.lr_at(3, args), 0.1)
 
+    (tmp_path / "parts.jsonl").write_text("kept\n")
     with stopped_after_3(monkeypatch):
         train("parts")
     widths, _, parts = train("parts")
+    assert (tmp_path / "parts.jsonl").read_text().startswith("kept\n")
     assert widths.tolist() == second and same(parts, weights)
 
     shares = []
+    seeds = set()
     for rank in range(2):
         become_rank(monkeypatch, rank)
         widths, *_ = train(f"rank{rank}")
+        seeds.add(torch.initial_seed())     # of flips and proposals in the last step
         shares.append(widths.view(4, 2))
+    assert len(seeds) == 2
     batches = torch.cat(shares, dim=1)
     assert same(batches.sort().values, whole.view(4, 4).sort().values)
 
@@ -160,7 +163,7 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, Namespace(size=32, seed=0))
-    assert model.transform.size_divisible == 16
+    assert (model.transform.size_divisible, model.transform.max_size) == (16, 53)
     assert model.rpn.anchor_generator.sizes == [(8,), (16,), (32,), (64,), (128,)]
     assert not any(p.requires_grad for p in encoder.parameters())
     x = torch.rand(1, 3, 32, 48)

@@ -38,7 +38,6 @@ def parse(script, flags):
 
 @pytest.mark.parametrize("name", [*READMES, "ser.py", "eval_linear.py", *SCRIPTS])
 def test_each_command_line_is_one_that_its_script_takes(name):
-    """And torchrun, where it runs the script. Each evaluation of --data names its --checkpoint."""
     assert list(commands(name)) or name.endswith("addon.py")
     for runner, before, script, flags in commands(name):
         if runner == "torchrun":

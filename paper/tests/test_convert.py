@@ -15,7 +15,6 @@ def run(*words):
 
 
 def shaken_timm(heads):
-    """timm's ViT of the toy's sizes, with random weights everywhere."""
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
     for p in vit.eval().parameters():

@@ -12,7 +12,6 @@ from test_ser import close, noise
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
-    """Of an encoder whose tokens are colours, but for two that the turn has altered."""
     still = noise(3, 4, 4)
     moved = turn(still).clone()
     moved[:, 2, 2] *= -1

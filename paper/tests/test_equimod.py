@@ -26,7 +26,6 @@ def test_the_parameters_of_known_augmentations():
 
 
 def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
-    """Both views together, on images of 500 x 375 (without pixels)."""
     image = torch.empty(3, 375, 500, device="meta")
     data = ser.two_views([image] * 1200, equimod.settings(["--data", "x"]))
     views = default_collate([data[0, i, False] for i in range(1200)])
@@ -41,7 +40,6 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
 
 
 def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
-    """256 pixels of the shorter side, of which 224 are cut out."""
     args = settings("equimod", "--image-size 28")
     image = pixels(3, 50, 32)
     key = 1, 0, False
@@ -52,7 +50,6 @@ def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
 
 
 def test_each_view_finds_its_prediction_among_all_and_back():
-    """The mean of both. No gradient is stopped."""
     args, model = toy("equimod", "--temperature 0.3")
     views = toy_views("equimod", args)
     heads = model.heads

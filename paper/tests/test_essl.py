@@ -9,7 +9,6 @@ from test_ser import noise, sentence
 
 
 def test_label_k_means_k_counter_clockwise_quarter_turns():
-    """The literal 2 x 2 matrices, in the order of the labels, after views 1 and 2."""
     image = torch.tensor([[1, 2], [3, 4]])
     small = ser.View(image[None, None], None, None, None)
     _, _, crops = essl.turned([None, None, small])
@@ -21,7 +20,6 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
 
 
 def test_the_third_view_is_a_small_crop_with_moco_v3s_jitter():
-    """--local-size and --local-area are its own; T of views 1 and 2 stays."""
     args = essl.settings("--local-size 64 --local-area 0.2 0.3".split())
     small = ser.ViewSettings(64, [0.2, 0.3], p_blur=0.1, p_solarize=0.0)
     wanted = [*ser.two_views([], args).view_settings, small]

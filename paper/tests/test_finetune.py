@@ -71,7 +71,6 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A fine-tuning by its command line, and that line but for --out."""
     root = tmp_path_factory.mktemp("finetune")
     class_folders(root / "data/train", per_class=3, size=18)
     class_folders(root / "data/val", per_class=12, size=18)
@@ -93,7 +92,6 @@ def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
 
 
 def test_the_score_is_that_of_the_head_on_val(done):
-    """Without stochastic depth, by the checkpoint that evaluations take."""
     whole, _ = done
     data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
@@ -105,13 +103,15 @@ def test_the_score_is_that_of_the_head_on_val(done):
     assert values(whole / "finetune.json") == wanted
 
 
-def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path):
-    """They are known by their names below the folder, which itself may move."""
+def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path, capsys):
     whole, line = done
     shutil.copytree(whole, tmp_path / "out")
     moved = shutil.copytree(whole.parent / "data", tmp_path / "moved")
     line = [*line, "--out", tmp_path / "out", "--data", moved]
     call(finetune, *line)
+    assert "MoCo-v3 + SER top-1 74.33 top-5 91.79" in " ".join(capsys.readouterr().out.split())
+    log = (tmp_path / "out/finetune.jsonl").read_text()
+    assert log and log == (whole / "finetune.jsonl").read_text()
 
     assert "finetune_epochs" in sentence(call, finetune, *line, "--epochs", "3")
     Path(moved, "train/n00/000.png").rename(Path(moved, "train/n00/other.png"))
@@ -120,12 +120,14 @@ def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_pat
 
 def finetune_rank(rank, ranks, out, *line):
     call(finetune, *line, "--out", out, "--drop-path", "0")
+    return torch.initial_seed()     # of the last step
 
 
 def test_two_ranks_train_and_score_as_one_process(done, tmp_path):
     whole, line = done
     finetune_rank(0, 1, tmp_path / "one", *line)
-    run_ranks(finetune_rank, 2, tmp_path / "two", *line)
+    first, second = run_ranks(finetune_rank, 2, tmp_path / "two", *line)
+    assert first != second, "ranks share the draws of stochastic depth"
     close(weights_of(tmp_path / "two"), weights_of(tmp_path / "one"))
     assert not same(weights_of(tmp_path / "one"), weights_of(whole))
     assert values(tmp_path / "two/finetune.json") == values(tmp_path / "one/finetune.json")

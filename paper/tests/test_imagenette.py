@@ -27,7 +27,6 @@ OTHERS = ["--ratio 0 --cls-layer 0", "--weight 0", "--weight 0.02", "--weight 0.
 
 
 def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size(capsys):
-    """Lines are those of a training, then of its heads. Without --bf16, no script is replaced."""
     argv = ["--data", "D", "--seeds", "1", "--print"]
     imagenette.main(imagenette.settings([*argv, "--bf16"]))
     lines = [line.split()[3:] for line in capsys.readouterr().out.splitlines()]
@@ -60,7 +59,6 @@ def test_copies_are_centre_squares(tmp_path):
 
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
-    """By plain attention, on copies, with heads of three seeds."""
     plain = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -117,7 +115,6 @@ def tables(out, capsys, *flags):
 
 
 def readme_table(readme, header):
-    """The cells below a header: the first cell of a line -> the others."""
     text = (ROOT / readme).read_text()
     lines = text[text.index(header):].split("\n\n")[0].splitlines()[2:]
     return {title: rest for title, *rest in map(cells_of, lines)}
@@ -151,7 +148,6 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
     ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
     ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
-    """Mean and std; where b2 has four images, also those of the difference to the control."""
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):

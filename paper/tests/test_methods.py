@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import ser
 from paper.methods import augself, barlow_twins, dino, equimod, essl, multicrop, simclr, stl
-from test_ser import close, log_of, pixels, run_ranks, shake, trained
+from test_ser import close, log_of, pixels, run_ranks, same, shake, trained
 
 SCRIPTS = dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop, simclr=simclr,
                augself=augself, equimod=equimod, stl=stl, essl=essl)
@@ -39,7 +39,6 @@ def settings(name, flags=""):
 
 
 def toy(name, flags=""):
-    """(settings, small model with random weights) of a method."""
     args = settings(name, flags)
     return args, shake(SCRIPTS[name].build(args))
 
@@ -52,7 +51,6 @@ def toy_views(name, args):
 
 
 def layers(network):
-    """The kinds of its layers, each with how many parameters it has."""
     return " ".join(f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network)
 
 
@@ -72,7 +70,6 @@ def check_gradients(fast, slow, features):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
-    """Two steps on 31 images, without b2; the checkpoint has the encoder."""
     monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
     train = ser.train
     given = []
@@ -93,6 +90,8 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
 def test_settings_reach_the_model_and_the_images(name):
     args, model = toy(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
     assert recipe(name)[1]([], args).seed == 5
+    encoder = SCRIPTS[name].build(args).base.encoder
+    assert same(encoder.state_dict(), ser.seeded_encoder(args).state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 

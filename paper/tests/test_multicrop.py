@@ -8,7 +8,6 @@ from test_ser import close, noise, sentence
 
 
 def test_the_views_are_two_global_and_four_local_crops():
-    """A.1 and DINO: 2 of MoCo-v3, then 4 small ones."""
     args = multicrop.settings("--local-size 64 --local-area 0.1 0.3".split())
     local = ser.ViewSettings(64, [0.1, 0.3], p_blur=0.5, p_solarize=0.0)
     wanted = [*ser.two_views([], args).view_settings, local, local, local, local]
@@ -17,7 +16,6 @@ def test_the_views_are_two_global_and_four_local_crops():
 
 
 def test_l_inv_is_the_sum_of_infonce_over_the_ten_pairs():
-    """A.1: each of six queries against the keys of the global views but its own."""
     args, model = toy("multicrop")
     views = toy_views("multicrop", args)
     base = model.base
@@ -34,6 +32,7 @@ def test_l_inv_is_the_sum_of_infonce_over_the_ten_pairs():
 def test_l_equiv_is_added_over_the_global_pair_and_the_two_local_pairs():
     args, model = toy("multicrop", "--weight 0.7")
     views = toy_views("multicrop", args)
+    assert all(max(view.geometry.grid) <= 3 for view in views[2:])     # of 2 x 2, scaled
     plain = ser.SER(model.base, [1], temperature=model.temperature)
     plain.projectors = model.projectors
     equiv = 0.0

@@ -25,7 +25,6 @@ def test_the_counts_are_the_papers():
 @pytest.mark.parametrize("name, parameters", [
     ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
 def test_baselines_are_as_large_as_the_papers(name, parameters):
-    """Which has 43.7 M, 43.3 M, 62.2 M and 43.3 M."""
     method = importlib.import_module(f"paper.methods.{name}")
     with torch.device("meta"):
         model = method.build(method.settings(["--data", "given"]))
@@ -36,7 +35,6 @@ def test_baselines_are_as_large_as_the_papers(name, parameters):
     ("--ratio 0 --cls-layer 0 --bf16", [8, 8], torch.bfloat16),
     ("--ratio 0.25 --cls-layer 1", [6, 2, 6, 2], torch.float32)])
 def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
-    """On two views, without and with b2, and in bf16 if asked."""
     flags = [*TOY, *flags.split()]
     model = ser.build(ser.parse(["--data", "given", *flags]))
     monkeypatch.setattr(ser, "build", lambda args: model)

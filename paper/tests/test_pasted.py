@@ -11,12 +11,12 @@ timm = pytest.importorskip("timm")
 import eval_linear
 import ser
 from paper.experiments import pasted
+from paper.tests.test_methods import slow_info_nce
 from paper.tests.toys import CLASSES, class_folders
-from test_ser import sentence
+from test_ser import close, noise, seeded, sentence
 
 
 def train(root, weight, *flags):
-    """Two epochs of two steps. Returns settings and model."""
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
     args = pasted.settings([*words.split(), *flags])
     vars(args).update(epochs=2, warmup_epochs=1, batch_size=6, base_lr=0.1)
@@ -24,7 +24,6 @@ def train(root, weight, *flags):
 
 
 def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeypatch):
-    """With weight 0, all but its projector ends elsewhere. The row has means over three heads."""
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val", per_class=3, seed=6, classes=CLASSES[:5])
     args, model = train(tmp_path, 0.1)
@@ -45,7 +44,11 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     heads = [one["value"] for rows in found for one in rows
              if (one["measure"], one["classes"]) == ("linear top-1 %", 6)]
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(statistics.mean(heads))
-    assert (row["weight"], row["epochs"]) == (0.1, 2) and 0 < row["rot90 retrieval"] < 1
+    upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
+    val = torch.stack([image for image, _ in pasted.ImageFolder(tmp_path / "val", upright)])[::8]
+    turns = eval_linear.retrieval(model.f1, ser.normalise(val / 255), patch=8)
+    assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
+    assert (row["weight"], row["epochs"]) == (0.1, 2)
     images = torch.rand(2, 3, 64, 64)
     encoder = ser.load_encoder(Path(args.out, "encoder.pt"))
     torch.testing.assert_close(encoder(images).cls, model.vit(images))
@@ -80,6 +83,16 @@ def test_without_motion_the_loss_is_another_one(tmp_path):
     assert not torch.equal(moved.project[1].weight, still.project[1].weight)
 
 
+def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
+    model = pasted.Model()
+    x1, x2, *copies = noise(4, 5, 3, 64, 64)
+    found = model(x1, x2, *copies, seeded(), ser.ELEMENTS)
+    z1, z2 = [model.head(model.vit(x)) for x in (x1, x2)]
+    inv = slow_info_nce(z1, z2, 0.2) + slow_info_nce(z2, z1, 0.2)
+    equiv = ser.equivariance_loss(model.f1, model.project, *copies, 8, seeded())
+    close(found, (inv, equiv))
+
+
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     model = pasted.Model()
     size = dict(patch_size=8, embed_dim=128, depth=2, num_heads=4, num_classes=0)
@@ -101,8 +114,10 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     ("paper/README.md", "turns predicted, %", "rotation %", 1),
     ("paper/README.md", "flips predicted, %", "flip %", 1)])
 def test_readmes_tables_are_what_the_rows_say(readme, title, name, scale):
-    """Means and standard deviations over the seeds that all columns have."""
     rows = json.loads(Path(pasted.__file__).with_suffix(".json").read_text())
+    args = vars(pasted.settings(["--data", "D"]))
+    for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
+        assert {row[key] for row in rows} == {args[key]}
     text = (Path(ser.__file__).parent / readme).read_text()
     header = next(line for line in text.splitlines() if "weight of the pasted loss" in line)
 

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from paper.experiments import release
+from test_ser import sentence
 
 CLONE = os.environ.get("SER_RELEASE")
 
 def table(capsys):
-    """Run the command; (name, part) -> the words of its line."""
     release.main(release.settings(["--release", CLONE]))
     lines = capsys.readouterr().out.splitlines()[1:]
     found = {}
@@ -27,6 +27,13 @@ def test_a_gradient_is_that_of_all_parameters():
     assert release.gradient(layer).tolist() == [3]
     layer.bias.grad = torch.full((1,), -4.0)
     assert release.gradient(layer).tolist() == [3, -4]
+
+
+def test_lambda_reaches_our_model(monkeypatch):
+    told = lambda args: release.sys.exit(f"lambda {args.weight:g}")
+    monkeypatch.setattr(release.ser, "build", told)
+    assert sentence(release.ours, None, None, 10_000) == "lambda 10000"
+
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")
 def test_a_gather_with_gradient_would_bring_it_back(capsys, monkeypatch):

@@ -23,6 +23,7 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     results = {name: (float(place), 90.0) for place, name in enumerate(SETS["C"])}
     del results["gaussian_noise/3"]
     lines = table("C", results, 9).splitlines()
+    assert lines[1].split() == ["top-1", "top-5"] + 2 * ["MoCo-v3", "SER"]
     found = {name: cells for name, *cells in map(str.split, lines)}
     assert found["gaussian_noise"][0] == "nan"
     assert found["fog"] == ["47.00", "90.00", "35.02", "36.04", "58.64", "60.49"]
@@ -30,7 +31,6 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
 
 
 def test_images_are_scored_as_those_of_val(tmp_path, capsys):
-    """By eval_linear's own head: unaltered images of C, and those that Pillow turned."""
     path = toy_checkpoint(tmp_path)
     class_folders(tmp_path / "data/train", per_class=4, size=24)
     class_folders(tmp_path / "data/val", per_class=7, size=24)

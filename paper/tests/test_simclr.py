@@ -4,7 +4,6 @@ from test_ser import noise
 
 
 def test_the_loss_finds_each_view_among_the_other_views_of_all_images():
-    """Both ways at temperature .1; nothing is detached."""
     _, model = toy("simclr")
     base = model.base
     cls = list(noise(2, 12, 16).requires_grad_())

@@ -26,7 +26,6 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
 
 
 def test_a_transformation_is_read_from_the_partner_and_applied():
-    """L_eq + .1 L_tr, as the header writes them; keys are detached."""
     _, model = toy("stl", "--temperature 0.4")
     heads = model.heads
     f1, f2 = list(noise(2, 4, 16).requires_grad_())

@@ -29,7 +29,6 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
 
 
 def labelled(n, seed, strength):
-    """Features (n, 5, 8), alike in all versions but for dimension v, which version v raises."""
     return noise(n, 1, 8, seed=seed) + strength * torch.eye(5, 8)
 
 

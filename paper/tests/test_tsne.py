@@ -30,8 +30,9 @@ def test_purity_and_silhouette_of_literal_clusters():
     assert purity == 0.25     # one of 0, and one of 81 degrees
 
 
-def test_a_comparison_is_one_picture_with_its_numbers(tmp_path, monkeypatch):
-    """Of features taken by hand, without a crop; a colour for each class, in both panels."""
+@pytest.mark.parametrize("flags, transform", [
+    (["--ready"], v2.Resize((16, 16))), ([], eval_linear.eval_transform(16))])
+def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
@@ -39,15 +40,16 @@ def test_a_comparison_is_one_picture_with_its_numbers(tmp_path, monkeypatch):
     one = toy_checkpoint(tmp_path / "one")
     two = toy_checkpoint(tmp_path / "two", seed=1)
     call(tsne, "--data", val, "--checkpoint", one, two, "--label", "A", "B", "--classes=4",
-         "--ready", "--workers=0")
+         "--workers=0", *flags)
 
-    data = eval_linear.class_folder(val, v2.Resize((16, 16)))
+    data = eval_linear.class_folder(val, transform)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor(data.targets)
     sample = sample_classes(labels, 4, 0)
     classes, colours = labels[sample].unique(return_inverse=True)
     assert len(classes) == 4
     assert sample.sum() == 48
+    assert not sample.equal(sample_classes(labels, 4, 1))
     for name, run, panel in zip("AB", (one, two), figures[0].axes, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), images)
         wanted = separation(features[sample, -16:], labels[sample], k=20)

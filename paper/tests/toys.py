@@ -29,7 +29,6 @@ def toy_checkpoint(folder, seed=0, **settings):
 
 
 def toy_head(checkpoint, name="head-toy.pt"):
-    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = Path(checkpoint).with_name(name)
     settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
