@@ -674,10 +674,9 @@ def test_one_rank_prints(several_ranks):
 
 
 def test_ranks_and_steps_share_no_seed(several_ranks):
-    found = set()
-    for _, seeds, _ in several_ranks[0]:
-        found |= set(seeds)
+    found = set().union(*[seeds for _, seeds, _ in several_ranks[0]])
     assert len(found) == 6 * len(several_ranks[0])
+    assert ser.seed_of(0, "step", 0, 0) in found     # 0 is --seed
 
 
 def plain_cls(encoder, view):
