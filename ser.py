@@ -115,8 +115,8 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
     other ranks, and a grid that all ranks share. To this end every rank samples for all of
     them, by a generator that has the same seed everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
-    flip, turns, size = sample_geometry(ranks * batch, grid, elements, shared)
-    return Geometry(flip.chunk(ranks)[rank], turns.chunk(ranks)[rank], size)
+    g = sample_geometry(ranks * batch, grid, elements, shared)
+    return g._replace(flip=g.flip.chunk(ranks)[rank], turns=g.turns.chunk(ranks)[rank])
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
