@@ -193,7 +193,8 @@ def describe(sets: Sets) -> str:
     for name, data in {"train": sets.centre_crops, **sets.tests}.items():
         text = f"{name}: {len(data)} images"
         if isinstance(data, ImageFolder):
-            names = [path.removeprefix(str(data.root)) for path, _ in data.samples]
+            root = os.path.join(data.root, "")     # which ends with a slash
+            names = [path.removeprefix(root) for path, _ in data.samples]
             text += f" {ser.checksum(names)}"
         texts.append(text)
     return ", ".join(texts)
@@ -614,7 +615,7 @@ def evaluate(args: Namespace) -> list[dict]:
     # Write before printing, as printing to a closed terminal ends the program.
     write(path, rows, args, checkpoint)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
-        made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": made_of}
+        made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
         ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)
     print_table(rows)
