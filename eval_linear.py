@@ -298,7 +298,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
 
     _, rank = ser.ranks_and_rank()
     kind = "mlp" if args.mlp else "linear"
-    name = f"{kind} heads of {fingerprint(encoder)}, seed {args.seed}, cache {args.cache}"
+    name = f"{kind} heads of {fingerprint(encoder)}"
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)

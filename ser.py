@@ -648,11 +648,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                        temperature: float = 0.3) -> torch.Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
-    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2).
-    Raises ValueError for maps that do not fit."""
+    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
-    if aligned.shape != h2.shape:
-        raise ValueError(f"f1(x2) is {tuple(h2.shape)} and not {tuple(aligned.shape)}")
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
     return patch_ntxent(z, z_prime, temperature)

@@ -11,7 +11,6 @@ renderings of each of 52,472 objects. val_images.npy lists those to validate on,
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
 the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags.
 """
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -35,10 +34,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = eval_linear.arguments()
     parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    args = eval_linear.parse(argv, parser)
-    if args.equivariance or args.val or args.test:
-        sys.exit("--equivariance, --val and --test are of eval_linear.py alone")
-    return args
+    return eval_linear.parse(argv, parser)
 
 
 class Renderings(Dataset):

@@ -10,7 +10,6 @@ tokens of the copy, it is the most similar one to its counterpart in the photogr
 other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
 share of these tokens in many images, where it looks among those of 32 images.
 """
-import sys
 from argparse import Namespace
 
 import torch
@@ -60,8 +59,6 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     layers = [layer for run in runs for layer in run.settings["equiv_layers"]]
 
     size = runs[0].settings["image_size"]
-    if not layers or any(run.settings["image_size"] != size for run in runs):
-        sys.exit("the checkpoints should be of one --image-size, and one of them with L_equiv")
 
     # Chosen before looking: the first photograph of three classes.
     as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))

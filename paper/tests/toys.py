@@ -29,6 +29,7 @@ def toy_checkpoint(folder, seed=0, **settings):
 
 
 def toy_head(checkpoint, name="head-toy.pt"):
+    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = Path(checkpoint).with_name(name)
     settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
@@ -40,6 +41,7 @@ def toy_head(checkpoint, name="head-toy.pt"):
 
 
 def call(module, *words):
+    """Run an evaluation as by its command line."""
     module.main(module.settings, module.evaluate, [str(word) for word in words])
 
 
@@ -59,6 +61,7 @@ def become_rank(monkeypatch, rank):
 
 
 def values(path, **keys):
+    """measure -> value, of the rows of a results file with these keys."""
     rows = json.loads(Path(path).read_text())["rows"]
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
