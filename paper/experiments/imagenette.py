@@ -33,6 +33,7 @@ FLAGS = """--image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --cls-la
            --epochs 20 --warmup-epochs 1 --base-lr 2e-3 --log-every 10"""
 RUNS = [
     Run("MoCo-v3", sweep.PLAIN),
+    Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
     Run("control", "--weight 0"),
     Run("SER-0.02", "--weight 0.02"),
     Run("SER-0.1", "--weight 0.1"),
@@ -66,9 +67,13 @@ def source_of(data: str, side: int) -> str:
 
 def plain_attention(words: list[str]) -> None:
     """Run a script with attention by plain products, as PyTorch's is slow in bfloat16 on CPUs."""
+    run = runpy.run_path
+    if words[0] == "-m":
+        run = runpy.run_module
+        words = words[1:]
     sys.argv = list(words)
     with sdpa_kernel(SDPBackend.MATH):
-        runpy.run_path(words[0], run_name="__main__")
+        run(words[0], run_name="__main__")
 
 
 def show(args: Namespace) -> None:

@@ -1,0 +1,39 @@
+"""MoCo-v3 with quarter turns in T, a baseline that the paper does not have.
+
+    torchrun --nproc_per_node=8 -m paper.methods.turned --data /imagenet --out runs/turned
+
+Each view of b1 makes 0 to 3 quarter turns, so the final embedding learns to ignore them. Who wants
+turned images to be recognised would try this first. The flags are those of ser.py, but --ratio and
+--cls-layer are 0. With other values, SER has turns in T as well.
+"""
+import random
+from argparse import Namespace
+
+import ser
+from paper.methods.addon import PLAIN
+
+
+class Turned(ser.Dataset):
+    """The data set of a run, where views of b1 are turned after their crop. rho_g turns b2."""
+    def views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
+        views = super().views(image, item)
+        _, _, in_b2 = item
+        if in_b2:
+            return views
+        return [(pixels.rot90(random.randrange(4), (1, 2)), aug) for pixels, aug in views]
+
+
+def settings(argv: list[str] | None = None) -> Namespace:
+    """The settings of a command line. `turns_in_t` tells the run from one of ser.py."""
+    parser = ser.arguments()
+    parser.set_defaults(out="runs/turned", turns_in_t=True, **PLAIN)
+    return ser.parse(argv, parser, ser.SMALL | PLAIN | dict(out="runs/turned-small"))
+
+
+def dataset(source: list[str], args: Namespace) -> Turned:
+    """What `ser.two_views` returns, with turns."""
+    return Turned(**vars(ser.two_views(source, args)))
+
+
+if __name__ == "__main__":
+    ser.train(settings(), make_dataset=dataset)
