@@ -14,8 +14,8 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
 
 Several flags together give the results of each, and --mlp --cache MLPs on centre crops.
 With equivariance, the untrained encoder that the run began with is evaluated as well.
-Without --data, images are synthetic, --cache is always on, and so is equivariance. It is then
-that of turns after the last block of f1, unless --equivariance asks for more.
+Without --data, images are synthetic, --cache is always on, and the equivariance of turns after
+f1 is always measured.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights. eval.jsonl has a line for each
@@ -53,7 +53,7 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS, val/CLASS; or synthetic")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
-    add("--checkpoint", default="", help="last.pt of a run (synthetic: runs/ser)")
+    add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # The table above. Without --data, --cache is on and does not ask for heads.
+    # As the table above says. For synthetic images, --cache is set last, as nobody asked for it.
     asks_for_heads = args.mlp or args.cache
     args.with_heads = asks_for_heads or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
@@ -108,10 +108,6 @@ def fingerprint(encoder: ViT) -> str:
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
-    if args.data and not args.checkpoint:
-        sys.exit("--data needs --checkpoint, the last.pt of a run")
-    args.checkpoint = args.checkpoint or "runs/ser/last.pt"
-
     ranks, rank = ser.ranks_and_rank()
     states = [ser.load_checkpoint(args.checkpoint) if rank == 0 else None]
     if ranks > 1:
@@ -149,12 +145,9 @@ def class_folder(root: str | Path, transform: Callable | None,
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
-    if not classes:
-        return folder
-
-    names = list(classes)
+    names = list(classes or folder.classes)
     if not set(names) & set(folder.classes):     # no folder has the name of a class
-        names = [str(label) for label in range(len(classes))]
+        names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
@@ -271,7 +264,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels of centre crops. `log` gets a line for each epoch.
+    rate. train and val: features and labels of centre crops. `log` gets a line for each epoch,
+    with the accuracy of every rate.
 
     With --cache, the heads learn from `train`. Without it, they learn from random crops, which
     are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
@@ -297,39 +291,35 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
     _, rank = ser.ranks_and_rank()
-    kind = "mlp" if args.mlp else "linear"
-    name = f"{kind} heads of {fingerprint(encoder)}"
+    weights = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
-        total = torch.zeros(len(heads), device=x_val.device)
         for rows in order[:steps * batch].split(batch):
             x, y = x_train[rows].float(), y_train[rows]
-            losses = torch.stack([F.cross_entropy(head(x), y) for head in heads])
+            losses = [F.cross_entropy(head(x), y) for head in heads]
             optimizer.zero_grad()
-            losses.sum().backward()     # each head has a loss of its own
+            torch.stack(losses).sum().backward()     # each head has a loss of its own
             optimizer.step()
             schedule.step()
-            total += losses.detach()
 
         # Choice: the rate that is best on val after the last epoch, among the classes that val
         # has. The release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
-        best = top1.index(max(top1))
         line = {
-            "heads": name,
+            "weights": weights,
+            "mlp": args.mlp,
             "epoch": epoch + 1,
-            "lr": args.lr[best],
-            "val top-1 %": top1[best],
-            "loss": total[best].item() / steps}
+            "val top-1 %": dict(zip(args.lr, top1))}
         if rank == 0:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
+    best = top1.index(max(top1))
     return heads[best].requires_grad_(False), args.lr[best]
 
 
@@ -363,8 +353,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
-# It is asked of copies with a colour jitter each, too, as otherwise the mean colour of a patch
-# finds almost every turned token, without any knowledge of shape.
+# The mean colour of a patch alone would find almost every turned token. So retrieval is also
+# measured between two copies of an image with a colour jitter each.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -380,8 +370,8 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 
 
 def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
-    """A motion of each image, by one kind. Every image moves, as the tokens of one that stays
-    would all find themselves. Only a scaling may round to the size that the map has."""
+    """A motion of each image, by one kind. Every image is turned or flipped, as the tokens of one
+    that stays would all find themselves. A scaling may happen to end with the size of before."""
     g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(images) % 3)
@@ -458,8 +448,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block. `evaluate` puts "untrained" in the place
-    of "trained" where it is so."""
+    """Rows of measure -> value on a set, after a block of a trained encoder. `evaluate` marks
+    those of the untrained encoder."""
     key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
@@ -474,24 +464,18 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
-    """Add rows to the file of results, each with the settings and the weights that made it.
-
-    A row replaces older ones that differ from it in nothing but the value, the images and the
-    number of classes. So after a set has been copied completely, its rows of 1,000 classes
-    replace those of the 400 that were there before. The rows of one call all stay."""
+    """Add rows to the file of results, each with the settings and the weights that made it. A row
+    replaces an older one that differs from it in nothing but the value."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training
 
-    def key(row: dict) -> dict:
-        return row | {"value": None, "classes": None, "images": None}
-
     made_by = {"weights": checkpoint.weights, "settings": vars(args)}
     new = [made_by | row for row in rows]
-    keys = [key(row) for row in new]
-    older = [row for row in results["rows"] if key(row) not in keys]
+    places = [row | {"value": None} for row in new]
+    older = [row for row in results["rows"] if row | {"value": None} not in places]
     results["rows"] = older + new
 
     unfinished = path.with_suffix(".tmp")
@@ -523,8 +507,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
     # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     x_train, y_train = extract(encoder, sets.centre_crops, args)
-    if x_train.is_cuda:     # half the memory; the encoder's bf16 is coarser
-        x_train = x_train.half()
+    if x_train.is_cuda:
+        x_train = x_train.half()     # half the memory, and finer than the encoder's bfloat16
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     # The best head.
@@ -539,9 +523,10 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     rows = []
     for name, (x, y) in tests.items():
         all_classes = torch.arange(len(sets.classes)).to(y)
-        choices = [all_classes, y.unique()]
-        if len(choices[1]) == len(all_classes):
-            choices = [all_classes]
+        own_classes = y.unique()
+        choices = [all_classes]
+        if len(own_classes) < len(all_classes):
+            choices.append(own_classes)
         for among in choices:
             values = {}
             if args.with_heads:
@@ -556,10 +541,9 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
-def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
-                      elements: Sequence[str] = ser.ELEMENTS) -> list[dict]:
-    """Rows of the elements, by 512 images, spread over val, as folders are sorted by class. All
-    ranks do the same."""
+def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> list[dict]:
+    """Rows of `places`, which are pairs of an element and a block, by 512 images, spread over
+    val, as folders are sorted by class. All ranks do the same."""
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -567,7 +551,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, blocks: Sequence[int],
     patch = encoder.patch_size
 
     rows = []
-    for element, block in product(elements, blocks):
+    for element, block in places:
         f1 = partial(map_after, encoder, block)
         change = partial(jitter, generator=ser.rng("jitter", element))
         values = {
@@ -586,17 +570,15 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
-    made_of = describe(sets)
+
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    blocks = range(1, run.depth + 1)
-    elements = ser.ELEMENTS
-    if not args.equivariance:     # of synthetic images, only turns after f1
-        blocks = [max(1, run.cls_layer)]
-        elements = ["rot90"]
+    places = [("rot90", max(1, run.cls_layer))]     # where equivariance is measured: turns, f1
+    if args.equivariance:
+        places = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
 
     rows = []
     kept = {}
@@ -606,8 +588,8 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_heads or args.knn:
             own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
-            own += equivariance_rows(encoder, sets.tests["val"], blocks, elements)
-        rows += [row | {"encoder": name, "images": made_of} for row in own]
+            own += equivariance_rows(encoder, sets.tests["val"], places)
+        rows += [row | {"encoder": name, "images": describe(sets)} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows

@@ -21,11 +21,12 @@ Usage:
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
 or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we depart from
-it. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+it, in six places, which paper/README.md lists as well. "The release" is the authors' code,
+github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
-    R        ranks, one for each GPU
+    R        ranks, the processes of torchrun, one for each GPU
     C h w    channels (3 of pixels), rows and columns of images; S x S for a square view
     N H W    tokens of a map, its rows and its columns; N = H W
     D K      width of the encoder, width of a projection
@@ -64,7 +65,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is told by
+    the size that it ends with, so it does not matter which size there was before."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -130,10 +132,10 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Then the scalings: with the flip and turn P of a view, the resize Z2 to (H2, W2), and the
-    # resize Z to the square, which undoes that of view 1,
-    #     g2 g1^-1 = Z2 P2 P1^-1 Z = Z2 Z P2 P1^-1 = Z2 P2 P1^-1,
-    # as Z commutes with flips and turns. The last step is true up to what resampling loses.
+    # Then the scalings: P is the flip and turn of a view, Z1 and Z2 are the scalings, and the
+    # inverse of Z1 resizes back to the square, where it commutes with flips and turns:
+    #     g2 g1^-1 = Z2 P2 P1^-1 Z1^-1 = Z2 Z1^-1 P2 P1^-1 = Z2 P2 P1^-1,
+    # as Z2 ends with the same size either way. So it is, up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -167,7 +169,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    # `where` would keep the memory order of rot90, in which convolutions round otherwise.
+    # `contiguous` puts the numbers of a turned map in the usual order in memory, as convolutions
+    # round differently in another order.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -216,8 +219,9 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. The loader samples the numbers of the jitter, too, and the device
-# jitters a whole batch at once, where torchvision would jitter one image after the other.
+# The views. T is MoCo-v3's. The jitter is all of it that changes colours, from the third row on.
+# The loader samples its numbers, too, and the device jitters a whole batch at once, where
+# torchvision would jitter one image after the other.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -471,7 +475,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D), whose parameters have timm's names."""
+    """A pre-norm transformer block on (B, N, D), where N counts [CLS], too, once it has entered.
+    Its parameters have timm's names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -522,8 +527,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Choice: as MoCo-v3, Xavier-uniform matrices, zero biases, and a patch embedding that
-        # stays random.
+        # Paper: 4.1, as MoCo-v3: Xavier-uniform matrices, zero biases, and a patch embedding
+        # that stays random.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
@@ -566,12 +571,12 @@ class ViT(nn.Module):
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
 # ranks, as in the formula of 3.3. (Appendix A.4 speaks of other places of an image, too.)
 #
-# Anchors, positives and negatives carry gradient. In the release none of them does, so that
-# L_equiv trains nothing: its tokens pass a gather without gradient, builder/moco.py, lines 956
-# and 1067. README has a command that shows it, paper/README the other differences.
+# Anchors, positives and negatives carry gradient. In the release all tokens, the anchors among
+# them, come out of a gather without gradient before they are compared (builder/moco.py, lines
+# 956 and 1067), so that L_equiv trains nothing. README has a command that shows it.
 #
-# SER calls `align_and_contrast`. Other trainings call `equivariance_loss`, which moves images,
-# too.
+# SER calls `align_and_contrast`. `equivariance_loss`, at the end, is for trainings that are not
+# ours. It moves images itself, and then calls the same function.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
@@ -581,7 +586,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`gather`, under torchrun."""
+    """What `gather` does when there are several ranks."""
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -700,12 +705,13 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
     # training they are those of all GPUs, see `distribute`.
+    *pairs, (last_in, last_out) = zip(widths, widths[1:])
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
+    for fan_in, fan_out in pairs:
         linear = nn.Linear(fan_in, fan_out, bias=False)
         layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # after the last, no ReLU
-    return nn.Sequential(*layers)
+    last = nn.Linear(last_in, last_out, bias=False)
+    return nn.Sequential(*layers, last, nn.BatchNorm1d(last_out, affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -827,7 +833,8 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is from low to high. Raises ValueError if it is not, or is nan."""
+    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. Above, 1e9
+    stands for any larger number, as infinity is refused, too."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -892,7 +899,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     args = parser.parse_args(argv)
 
     if args.ratio == 0:
-        args.equiv_layers = []     # no projectors, for which DDP would await a gradient
+        args.equiv_layers = []     # no projectors: DDP demands a gradient for every weight
     if args.warmup_epochs >= args.epochs:     # Choice: a short run warms up for a tenth
         args.warmup_epochs = args.epochs / 10
     return args
@@ -916,7 +923,8 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The encoder with the weights of --seed, which also seeds what `build` makes next."""
+    """The encoder with the weights of --seed. As it seeds torch's own generator, what `build`
+    makes after the encoder depends on --seed as well."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 
@@ -983,7 +991,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The images are known by their names, so their folder may move. The others alter no number.
+    # The images are known by their names, so their folder may move, and so may the run's own.
+    # The last three alter no number.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1096,7 +1105,7 @@ def list_images(folder: str) -> tuple[list[str], str]:
     train = os.path.join(folder, "train")
     root = train if os.path.isdir(train) else folder
 
-    files = sorted(glob.glob("**", root_dir=root, recursive=True))     # also behind links
+    files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
     endings = (".jpg", ".jpeg", ".png", ".webp")
     images = [name for name in files if name.lower().endswith(endings)]
     if not images:

@@ -94,11 +94,12 @@ def call(words: list[str], args: Namespace) -> None:
 
 def own_rows(words: list[str], out: str) -> list[dict]:
     """The rows of OUT/eval.json that an evaluation with these words wrote last, and so for the
-    weights that are there."""
+    weights and images that are there."""
     settings = json.loads(json.dumps(vars(eval_linear.parse(words))))     # as they are in the file
     rows = json.loads(Path(out, "eval.json").read_text())["rows"]
     own = [row for row in rows if row["settings"] == settings]
-    return [row for row in own if row["weights"] == own[-1]["weights"]]
+    last = own[-1]["weights"], own[-1]["images"]
+    return [row for row in own if (row["weights"], row["images"]) == last]
 
 
 def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> list[dict]:

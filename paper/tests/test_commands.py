@@ -42,8 +42,7 @@ def test_each_command_line_is_one_that_its_script_takes(name):
     for runner, before, script, flags in commands(name):
         if runner == "torchrun":
             get_args_parser().parse_args([*before, script, *flags])
-        args = parse(script, flags)
-        assert getattr(args, "checkpoint", "none") or not args.data, (script, flags)
+        parse(script, flags)
 
 def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
     trained = {}

@@ -71,10 +71,10 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
         assert (row["seed"], row["weights"]) == (5, theirs[0]["weights"])
         assert row["block"] == 3
 
-    # Rows of other weights, and of an evaluation by hand, change nothing.
+    # Rows of other weights or images, and of an evaluation by hand, change nothing.
     row = theirs[-1]
     by_hand = row["settings"] | {"val": "elsewhere"}
-    theirs[:0] = [row | {"weights": "others", "value": 0}]
+    theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
     theirs += [row | {"settings": by_hand, "value": 0}]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     sweep.main(sweep.settings(argv))
