@@ -667,7 +667,7 @@ def test_ranks_share_the_loss_for_other_trainings(several_ranks):
 
 def test_one_rank_prints(several_ranks):
     first, *others = [told for told, *_ in several_ranks[0]]
-    assert "at step 0" in first and "images/s" in first
+    assert "at step 0" in first and "100%" in first and "images/s" in first
     assert set(others) == {""}
 
 
@@ -799,7 +799,7 @@ def test_adamw_decays_all_that_is_trained_and_nothing_else():
     optimizer = ser.adamw(model, toy(weight_decay=0.2))
     group, = optimizer.param_groups
     assert type(optimizer) is torch.optim.AdamW
-    assert (group["weight_decay"], group["betas"]) == (0.2, (0.9, 0.999))
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.2, (0.9, 0.999), 1e-8)
     assert set(group["params"]) == set(trained(model).values())
 
 
@@ -848,6 +848,8 @@ def test_the_defaults_are_the_papers():
     for loss in (patch_ntxent, ser.align_and_contrast, ser.equivariance_loss):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
+    assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]
+    assert eval_linear.eval_transform(32).transforms[0].size == [37]
     assert (full.epochs, full.batch_size, eval_linear.parse([]).batch_size) == (50, 1024, 64)
 
 
@@ -855,8 +857,10 @@ def test_small_settings_are_for_synthetic_images():
     full = vars(ser.parse(["--data", "imagenet"]))
     small = vars(ser.parse(["--depth", "5"]))
     assert small == full | ser.SMALL | dict(data="", depth=5)
-    readmes = dict(dim=64, crop_min=0.3, batch_size=64, epochs=3.0, base_lr=8e-3, moco_hidden=512)
-    assert readmes.items() <= ser.SMALL.items()
+    readmes = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
+                   batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512)
+    assert readmes | dict(workers=0) == ser.SMALL
+    assert same(ser.find_images(toy()), ser.find_images(toy(seed=1)))
 
 
 @parametrize("ratio, size, ranks", [(0.01, 2048, 8), (0.25, 10, 1)])
@@ -910,6 +914,12 @@ def test_bf16_is_for_gpus_unless_a_flag_says_otherwise(gpu, monkeypatch):
     assert ser.parse([]).bf16 == gpu
     assert ser.parse(["--bf16"]).bf16
     assert not ser.parse(["--no-bf16"]).bf16
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert ser.setup().type == ("cuda" if gpu else "cpu")
+    assert taken == [3] * gpu
 
 
 # ==== 8. Training =======================================================================
@@ -1289,7 +1299,8 @@ def test_the_best_head_is_that_of_the_protocol(protocol):
 def test_eval_jsonl_has_the_accuracy_of_every_rate(protocol):
     _, text = (protocol.folder / "eval.jsonl").read_text().splitlines()
     line = json.loads(text)
-    assert (line["epoch"], line["mlp"]) == (2, protocol.args.mlp)
+    weights = eval_linear.fingerprint(ser.load_encoder(protocol.args.checkpoint))
+    assert (line["epoch"], line["mlp"], line["weights"]) == (2, protocol.args.mlp, weights)
     right = {str(lr): approx(value) for lr, value in protocol.right.items()}
     assert line["val top-1 %"] == right
 
@@ -1336,8 +1347,8 @@ def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, 
     other = [cosine, math.sqrt(1 - cosine ** 2)]
     train = torch.tensor([[3.0, 0.0]] * firsts + [other] * others)
     labels = torch.tensor([0] * firsts + [1] * others)
-    test = torch.tensor([[2.0, 0.0]])
-    assert eval_linear.knn(train, labels, test, torch.tensor([wanted])) == 100
+    test = torch.tensor([[2.0, 0.0]]).expand(300, -1)
+    assert eval_linear.knn(train, labels, test, torch.tensor([wanted] * 300)) == 100
 
 
 @parametrize("classes, wanted", [("a b c d e f g h i j k", [0, 10, 2]), ("2 0 10", [1, 2, 0])])
@@ -1436,7 +1447,7 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory):
-    shape = dict(image_size=8, depth=4, cls_layer=3)
+    shape = dict(image_size=8, depth=4, cls_layer=3, seed=3)
     path = write_checkpoint(tmp_path_factory.mktemp("synthetic"), **shape)
     eval_linear.main(["--checkpoint", str(path), "--epochs", "1"])
     untrained = ser.seeded_encoder(toy(**shape)).eval()
@@ -1472,6 +1483,12 @@ def test_head_and_rows_of_both_encoders_name_the_checkpoint(synthetic):
     assert {row["weights"] for row in results["rows"]} == results["checkpoints"].keys() == {weights}
     made_by = results["checkpoints"][weights]
     assert (made_by["step"], made_by["settings"]["cls_layer"]) == (7, 3)
+
+
+def test_without_f1_equivariance_is_that_of_block_1(tmp_path):
+    path = write_checkpoint(tmp_path, image_size=8, cls_layer=0)
+    eval_linear.main(["--checkpoint", str(path), "--knn"])
+    assert {row["block"] for row in results_of(tmp_path)["rows"] if not row["classes"]} == {1}
 
 
 def test_readmes_output_is_what_the_commands_print(synthetic, capsys, tmp_path):
@@ -1527,7 +1544,7 @@ def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 2
 
     state = torch.load(checkpoint)
-    state["encoder"]["norm.bias"] += 1
+    state["encoder"]["blocks.2.norm1.bias"] += 1
     ser.save(checkpoint, **state)
     eval_linear.evaluate(eval_args(tree, checkpoint))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3

@@ -22,13 +22,14 @@ def shaken_timm(heads):
     return vit
 
 
-@pytest.mark.parametrize("heads, flags", [(2, ["--heads", 2]), (6, []), (12, [])])
+@pytest.mark.parametrize("heads, flags", [
+    (2, ["--heads", 2]), (6, []), (12, []), (8, ["--heads", 8])])
 def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypatch):
     """Two bare state dicts, --heads and a known model's, and moco-v3's checkpoint, which has 12."""
     monkeypatch.setitem(convert.KNOWN, (24, 2), 6)
     vit = shaken_timm(heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
-    if heads == 12:
+    if heads > 6:
         moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
         moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
         state = {"epoch": 300, "state_dict": moco}

@@ -103,8 +103,11 @@ def test_the_score_is_that_of_the_head_on_val(done):
     assert values(whole / "finetune.json") == wanted
 
 
-def test_a_finished_head_is_not_scored_on_other_images_or_settings(done, tmp_path, capsys):
+def test_a_finished_head_is_not_scored_on_other_images_or_settings(
+        done, tmp_path, capsys, monkeypatch):
     whole, line = done
+    load = eval_linear.load_sets
+    monkeypatch.setattr(eval_linear, "load_sets", lambda *a: load(*a)._replace(centre_crops=None))
     shutil.copytree(whole, tmp_path / "out")
     moved = shutil.copytree(whole.parent / "data", tmp_path / "moved")
     line = [*line, "--out", tmp_path / "out", "--data", moved]
@@ -139,4 +142,6 @@ def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
     for size in (8, 12):
         told = sentence(training_settings, "any", Namespace(batch_size=size), *given)
         assert "3 ranks" in told and "9 images" in told
-    assert training_settings("any", Namespace(batch_size=9), *given)["any_checkpoint"] == "weights"
+    own = training_settings("any", Namespace(batch_size=9, seed=4, out="O"), *given)
+    assert own == dict(any_batch_size=9, any_seed=4, any_checkpoint="weights", any_ranks=3,
+                       any_images=9, any_checksum_of_names=ser.checksum("123456789"))

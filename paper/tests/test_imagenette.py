@@ -56,6 +56,7 @@ def test_copies_are_centre_squares(tmp_path):
     imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)
     assert not [*tmp_path.glob("out/**/n02")]
     assert [*tmp_path.glob("out/**/*.jpg")] == [tmp_path / "out/copies/train/n01/1.jpg"]
+    assert Image.open(tmp_path / "out/copies/train/n01/1.jpg").quantization[0][0] == 2     # of 95
     copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
@@ -101,6 +102,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
+    next(tmp_path.glob("D/val/*/*")).unlink()
+    assert "18 px of" in sentence(imagenette.main, imagenette.settings(argv))
 
 
 def cells_of(line):

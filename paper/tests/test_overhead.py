@@ -35,6 +35,9 @@ def test_baselines_are_as_large_as_the_papers(name, parameters):
     ("--ratio 0 --cls-layer 0 --bf16", [8, 8], torch.bfloat16),
     ("--ratio 0.25 --cls-layer 1", [6, 2, 6, 2], torch.float32)])
 def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
+    waits = []
+    monkeypatch.setattr(overhead, "CUDA", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
     flags = [*TOY, *flags.split()]
     model = ser.build(ser.parse(["--data", "given", *flags]))
     monkeypatch.setattr(ser, "build", lambda args: model)
@@ -45,11 +48,12 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     step = overhead.training_step(flags)
     step(0)
     step(1)     # the first one leaves the momentum branch as it is
+    assert len(waits) == 2
     assert seen == 2 * [(size, dtype) for size in images]
     assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
 
 
-def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
+def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch, capsys):
     for number in range(3):
         save_image(torch.rand(3, 40, 30), tmp_path / f"{number}.png")
     recipe = overhead.T.Compose
@@ -59,6 +63,10 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch):
     monkeypatch.setattr(ser, "crop_and_sample", ours)
     overhead.time_loader(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
+    shares = {tuple(t.p for t in made.args[0].transforms[3:5]) for made in theirs.call_args_list}
+    assert shares == {(1.0, 0.0), (0.1, 0.2)}     # of blur and solarization
+    _, seconds, _, rate, *_ = capsys.readouterr().out.split()
+    assert float(seconds) * float(rate) == pytest.approx(3, rel=0.1)
 
 
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):

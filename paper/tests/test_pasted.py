@@ -1,10 +1,13 @@
 """The training that shows README's loss."""
+import functools
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 timm = pytest.importorskip("timm")
 
@@ -12,14 +15,14 @@ import eval_linear
 import ser
 from paper.experiments import pasted
 from paper.tests.test_methods import slow_info_nce
-from paper.tests.toys import CLASSES, class_folders
+from paper.tests.toys import CLASSES, become_rank, class_folders
 from test_ser import close, noise, seeded, sentence
 
 
-def train(root, weight, *flags):
+def train(root, weight, *flags, batch=6):
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
     args = pasted.settings([*words.split(), *flags])
-    vars(args).update(epochs=2, warmup_epochs=1, batch_size=6, base_lr=0.1)
+    vars(args).update(epochs=2, warmup_epochs=1, batch_size=batch, base_lr=0.1)
     return args, pasted.train(args)
 
 
@@ -75,12 +78,28 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
     assert "names_checksum" in sentence(train, tmp_path, 0.1)
 
 
-def test_without_motion_the_loss_is_another_one(tmp_path):
+def test_without_motion_the_loss_is_another_one(tmp_path, monkeypatch):
     class_folders(tmp_path / "train")
+    seen = []
+    monkeypatch.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: seen.append(epoch))
+    monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
+        (epoch, torch.initial_seed(), adamw.param_groups[0]["weight_decay"])))
     _, moved = train(tmp_path, 0.1)
     (tmp_path / "out-0.1/last.pt").unlink()
     _, still = train(tmp_path, 0.1, "--group")
     assert not torch.equal(moved.project[1].weight, still.project[1].weight)
+    assert seen == 2 * [0, (0, 0, 0.1), (0.5, 0, 0.1), 1, (1, 1000, 0.1), (1.5, 1000, 0.1)]
+
+
+def test_views_are_imagenettes_and_two_ranks_share_the_16_images(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    *_, first, second = pasted.four_views(Image.new("RGB", (90, 70), "teal"))
+    assert not torch.equal(first, second) and pasted.CROP.transforms[0].scale == (0.2, 1.0)
+    class_folders(tmp_path / "train", per_class=6)
+    become_rank(monkeypatch, 1)
+    monkeypatch.setattr(pasted.Model, "forward", lambda _, x1, x2, images1, *more: sys.exit(
+        f"{len(x1)}, {len(images1)}, seed {torch.initial_seed()}"))
+    assert sentence(functools.partial(train, batch=36), tmp_path, 0.1) == "18, 8, seed 1"
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():

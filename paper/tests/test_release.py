@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paper.experiments import release
-from test_ser import sentence
+from test_ser import noise, same, sentence
 
 CLONE = os.environ.get("SER_RELEASE")
 
@@ -30,9 +30,11 @@ def test_a_gradient_is_that_of_all_parameters():
 
 
 def test_lambda_reaches_our_model(monkeypatch):
-    told = lambda args: release.sys.exit(f"lambda {args.weight:g}")
+    told = lambda args: lambda views: release.sys.exit(
+        f"lambda {args.weight:g}, moved alike: {same(views[0].geometry, views[1].geometry)}")
     monkeypatch.setattr(release.ser, "build", told)
-    assert sentence(release.ours, None, None, 10_000) == "lambda 10000"
+    b1, b2 = noise(2, 4, 3, 224, 224)
+    assert sentence(release.ours, b1, b2, 10_000) == "lambda 10000, moved alike: False"
 
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")
@@ -40,6 +42,7 @@ def test_a_gather_with_gradient_would_bring_it_back(capsys, monkeypatch):
     found = table(capsys)
     zero, large, *verdict = found["release", "encoder"]
     assert zero == large and verdict[0] == "equal"
+    assert float(zero) == pytest.approx(33.517, rel=0.01)     # as README says
     assert found["release", "projector"][:2] == ["none", "none"]
     assert found["ours", "projector"][0] == "0"
     assert float(found["ours", "projector"][1]) > 1000

@@ -14,6 +14,7 @@ from paper.tests.toys import class_folders
 
 
 def run_here(command, check):
+    assert check     # a training that failed is not evaluated
     _, script, *words = command
     if script == "eval_linear.py":
         eval_linear.main(words)
@@ -42,6 +43,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
         if own := re.search(r"/layer-(\d+)-3", settings.out):     # [CLS] enters after it, or at 0
             assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
+        assert "all-layers" not in settings.out or len(model.projectors) == 12
     assert len(trained) == len(lines) / 2 >= 4
     assert name != "r" or list(trained.values()) == [0.005, 0.02, 0, 0.01]
 
@@ -58,7 +60,8 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
             "--image-size 16 --patch-size 4 --dim 16 --heads 2 --moco-hidden 16 --batch-size 8 "
             "--epochs 1 --warmup-epochs 0 --base-lr 0.1 --cls-layer 1").split()
     sweep.main(sweep.settings(argv))
-    assert "| equi | untrained | SER |" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     results = json.loads((out / "SER-5" / "eval.json").read_text())

@@ -1,4 +1,5 @@
 """What paper/evaluations/transformations.py promises."""
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, version_features
 from paper.tests.toys import call, class_folders, toy_checkpoint, values
-from test_ser import close, noise, pixels
+from test_ser import close, noise, pixels, toy
 
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
@@ -36,8 +37,9 @@ def labelled(n, seed, strength):
 def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     """Images differ more than their versions: only the difference of a pair tells, in any unit."""
     versions = TASKS[task]
-    train = 1000 * labelled(300, 1, 1.0) + 5000
-    test = 1000 * labelled(100, 2, 1.0) + 5000
+    unit = torch.logspace(-2, 4, 8)
+    train = unit * (labelled(300, 1, 1.0) + 5)
+    test = unit * (labelled(100, 2, 1.0) + 5)
     if task == "flip":     # turns are of other images
         train[:, 1:4] = train[:, 1:4].flip(0)
         test[:, 1:4] = test[:, 1:4].flip(0)
@@ -76,11 +78,11 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(tmp_p
          "--images", "16")
     rows = path.with_name("transformations.json")
     encoder = ser.load_encoder(path)
-    for layer in (1, 3):     # of the paper's, those that the encoder has
+    encoders = {"trained": encoder, "untrained": ser.seeded_encoder(toy())}
+    for (name, encoder), layer in product(encoders.items(), (1, 3)):     # of the paper's layers
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {
             "rotation %": sums(*features, [0, 1, 2, 3], 0),
             "flip %": sums(*features, [0, 4], 0)}
-        found = values(rows, encoder="trained", block=layer)
+        found = values(rows, encoder=name, block=layer)
         assert found == pytest.approx(wanted, 1e-4)
-    assert values(rows, encoder="untrained") != found

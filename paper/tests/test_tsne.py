@@ -36,6 +36,9 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     figures = []
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
+    drawn = []
+    plot = tsne.plot
+    monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
     val = class_folders(tmp_path / "val", per_class=12, size=24)
     one = toy_checkpoint(tmp_path / "one")
     two = toy_checkpoint(tmp_path / "two", seed=1)
@@ -53,6 +56,7 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     for name, run, panel in zip("AB", (one, two), figures[0].axes, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), images)
         wanted = separation(features[sample, -16:], labels[sample], k=20)
+        torch.testing.assert_close(drawn.pop(0), features[sample, -16:])
         found = values(tmp_path / "one/tsne.json", encoder=name, classes=4)
         assert list(found) == ["silhouette", "20-NN purity"]
         assert tuple(found.values()) == pytest.approx(wanted, abs=1e-5)
