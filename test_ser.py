@@ -90,6 +90,11 @@ def shake(module, seed=0):
     return module
 
 
+def write_image(path, image):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    TF.to_pil_image(image).save(path)
+
+
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -127,10 +132,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
     images, _ = ser.synthetic_images(43, 30, seed=1)
     for i, image in enumerate(images):
-        path = root / ("a/deep" if i % 3 else "b") / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
         part = image[:, :20 + i % 5, :24 + i % 7]
-        TF.to_pil_image(part).save(path)
+        write_image(root / ("a/deep" if i % 3 else "b") / f"{i:02}.png", part)
 
     return root
 
@@ -312,8 +315,7 @@ def plain_cut(image, drawn):
     h, w = image.shape[1:]
     sides = torch.stack([drawn.top * h, drawn.left * w, drawn.height * h, drawn.width * w])
     part = TF.crop(image, *sides.round().int().tolist())
-    part = F.interpolate(part[None], (16, 16), mode="bilinear", antialias=True)
-    part = part[0]
+    part = F.interpolate(part[None], (16, 16), mode="bilinear", antialias=True)[0]
     return part.flip(-1) if drawn.flip else part
 
 
@@ -565,9 +567,7 @@ def test_patch_ntxent_equals_the_papers_loops(tau):
     fast = patch_ntxent(*z, tau)
     close(fast.double(), slow, 1e-6)
 
-    slow_gradients = torch.autograd.grad(slow, z)
-    gradients = torch.autograd.grad(fast, z)
-    close(gradients, slow_gradients, 1e-6)
+    close(torch.autograd.grad(fast, z), torch.autograd.grad(slow, z), 1e-6)
 
 
 def test_patch_ntxent_is_finite_where_exp_is_not():
@@ -682,9 +682,9 @@ def plain_cls(encoder, view):
     return torch.cat(parts)
 
 
-def plain_contrast(q, k):
+def slow_info_nce(q, k, tau):
     cosine = F.normalize(q, dim=1) @ F.normalize(k, dim=1).T
-    return 2 * 0.2 * F.cross_entropy(cosine / 0.2, torch.arange(8))
+    return 2 * tau * F.cross_entropy(cosine / tau, torch.arange(len(q)))
 
 
 def plain_moco(base, views, m):
@@ -705,8 +705,8 @@ def plain_moco(base, views, m):
             cls = plain_cls(base.momentum_encoder, view)
             keys.append(base.momentum_projector(cls))
 
-    first = plain_contrast(queries[0], keys[1])
-    return first + plain_contrast(queries[1], keys[0])
+    first = slow_info_nce(queries[0], keys[1], 0.2)
+    return first + slow_info_nce(queries[1], keys[0], 0.2)
 
 
 def plain_equiv(encoder, head, layer, first, second):
@@ -950,8 +950,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     for part in ("step", "model", "optimizer"):
         assert same(ours[part], theirs[part]), part
 
-    views = (tmp_path / "views.png").read_bytes()
-    assert views == (whole_run / "views.png").read_bytes()
+    assert (tmp_path / "views.png").read_bytes() == (whole_run / "views.png").read_bytes()
     assert log_of(tmp_path)[-7:] == log_of(whole_run)[-7:]     # of steps 4 to 10
 
 
@@ -979,8 +978,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp
     monkeypatch.setattr(ser, "patch_ntxent", lambda *z: patch_ntxent(*z) * next(factors))
     told = sentence(ser.train, toy(folder, tmp_path, save_every=2, log_every=20))
 
-    assert told.startswith("step 4: ")
-    assert "--base-lr" in told
+    assert told.startswith("step 4: ") and "--base-lr" in told
     assert last(tmp_path)["step"] == 2
 
 
@@ -994,8 +992,7 @@ def test_a_moved_run_continues_on_images_of_the_same_names(whole_run, folder, tm
     image = next(moved.rglob("*.png"))
     image.rename(image.with_name("other.png"))
     told = sentence(ser.train, args)
-    assert "names_checksum" in told
-    assert "images 43" not in told
+    assert "names_checksum" in told and "images 43" not in told
 
 
 def test_all_but_five_settings_are_compared_and_those_that_differ_are_listed(whole_run):
@@ -1148,9 +1145,7 @@ def tree(tmp_path_factory):
     for part, n in (("train", 33), ("val", 15)):
         images, _ = ser.synthetic_images(n, 30, seed=n)
         for i, image in enumerate(images):
-            path = root / part / f"class{i % 3}" / f"{i:02}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            TF.to_pil_image(image[:, :24]).save(path)
+            write_image(root / part / f"class{i % 3}" / f"{i:02}.png", image[:, :24])
 
     shutil.copytree(root / "val" / "class1", root / "few" / "class1")
     shutil.copytree(root / "val" / "class0", root / "few" / "class2")
@@ -1159,7 +1154,7 @@ def tree(tmp_path_factory):
 
 def write_checkpoint(folder, **changes):
     args = toy(**changes)
-    weights = shake(ser.seeded_encoder(args)).state_dict()
+    weights = shake(ser.seeded_encoder(args), args.seed).state_dict()
     ser.save(folder / "last.pt", step=7, settings=vars(args), encoder=weights)
     return folder / "last.pt"
 
@@ -1355,8 +1350,7 @@ def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, 
 def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes, wanted, tmp_path):
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2", "10", "0"):
-        (tmp_path / name).mkdir()
-        Image.new("RGB", (9, 9)).save(tmp_path / name / "a.png")
+        write_image(tmp_path / name / "a.png", pixels(3, 9, 9))
     folder = eval_linear.class_folder(tmp_path, None, classes.split())
     folder = pickle.loads(pickle.dumps(folder))     # as for a loader's processes on macOS
     assert [label for _, label in folder] == wanted

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from paper.methods import augself
-from paper.tests.test_methods import check_gradients, layers, toy, toy_views
+from paper.tests.test_methods import check_gradients, layers, toy_on_views
 from ser import Augmentation
 from test_ser import close, noise
 
@@ -14,16 +14,12 @@ def test_the_targets_of_two_known_augmentations():
     a = default_collate([Augmentation(0.1, 0.1, 0.4, 0.3, True, 0.7, 1.4, 0.9, -0.05)])
     b = default_collate([Augmentation(0.5, 0.4, 0.2, 0.6)])
     crops = [augself.crop_difference(a, b), augself.crop_difference(b, a)]
-    close(torch.cat(crops), torch.tensor([
-        [-0.3, 0.45, 0.2, -0.3],
-        [0.3, 0.45, -0.2, 0.3]]))
-    colors = augself.color_difference(a, b)
-    close(colors, torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))
+    close(torch.cat(crops), torch.tensor([[-0.3, 0.45, 0.2, -0.3], [0.3, 0.45, -0.2, 0.3]]))
+    close(augself.color_difference(a, b), torch.tensor([[-0.375, 0.5, -0.25, -0.25]]))
 
 
 def test_the_loss_is_the_mean_over_both_orders_of_the_views():
-    args, model = toy("augself")
-    views = toy_views("augself", args)
+    model, views = toy_on_views("augself")
     first, second = [view.augmentation for view in views]
     f1, f2 = list(noise(2, 12, 16).requires_grad_())
     forth = torch.cat([f1, f2], dim=1)

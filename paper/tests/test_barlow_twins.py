@@ -19,7 +19,7 @@ def slow_loss(z1, z2, w):
 
 
 def test_the_loss_is_the_papers_on_standardised_features():
-    _, model = toy("barlow_twins", "--off-diagonal 0.3")
+    model = toy("barlow_twins", "--off-diagonal 0.3")
     projector = model.base.projector
     assert [linear.out_features for linear in projector[::3]] == [24, 24, 24]
     cls = list(noise(2, 12, 16).requires_grad_())

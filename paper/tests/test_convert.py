@@ -5,7 +5,8 @@ from torch.testing import assert_close
 
 import ser
 from paper.experiments import convert
-from paper.tests.toys import seeded, toy_checkpoint
+from paper.tests.toys import toy_checkpoint
+from test_ser import seeded
 
 IMAGES = torch.randn(3, 3, 16, 16, generator=seeded(1))
 

@@ -9,17 +9,16 @@ from torch import nn
 
 import ser
 from paper.methods import dino
-from paper.tests.test_methods import layers, settings, toy, toy_views
+from paper.tests.test_methods import layers, settings, toy, toy_on_views
 from paper.tests.toys import check_stochastic_depth
 from test_ser import close, noise, trained
 
 
 def test_each_view_learns_from_the_other_and_the_center_moves_after_its_use():
     """Caron et al., Eq. 1, 2 and 4, Algorithm 1; value, and the head's gradients."""
-    args, model = toy("dino")
-    views = toy_views("dino", args)
+    model, views = toy_on_views("dino")
     base = model.base
-    assert base.head.mlp[0].out_features == args.hidden
+    assert base.head.mlp[0].out_features == 24     # of --hidden
     base.update(0.05)
     before = 0.1 * noise(20, seed=3)
     base.center.copy_(before)
@@ -80,7 +79,7 @@ def test_the_teacher_begins_as_the_student_and_follows_it(progress, momentum, ta
 
 
 def test_the_student_alone_has_stochastic_depth():
-    _, model = toy("dino", "--drop-path 0.5")
+    model = toy("dino", "--drop-path 0.5")
     check_stochastic_depth(model.base.encoder, [0.0, 0.25, 0.5])
     check_stochastic_depth(model.base.teacher, [0.0, 0.0, 0.0])
 

@@ -4,10 +4,9 @@ from torch.utils.data import default_collate
 
 import ser
 from paper.methods import equimod
-from paper.tests.test_methods import (
-    check_gradients, layers, settings, slow_info_nce, toy, toy_views)
+from paper.tests.test_methods import check_gradients, layers, settings, toy_on_views
 from ser import Augmentation, View
-from test_ser import close, noise, pixels, same, seeded
+from test_ser import close, noise, pixels, same, seeded, slow_info_nce
 
 
 def test_the_parameters_of_known_augmentations():
@@ -50,8 +49,7 @@ def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
 
 
 def test_each_view_finds_its_prediction_among_all_and_back():
-    args, model = toy("equimod", "--temperature 0.3")
-    views = toy_views("equimod", args)
+    model, views = toy_on_views("equimod", "--temperature 0.3")
     heads = model.heads
     f = list(noise(3, 12, 16).requires_grad_())     # of views 1, 2, plain
     project = "Linear:1 BatchNorm1d:2 ReLU:0 " * 2 + "Linear:1 BatchNorm1d:0"
@@ -66,6 +64,5 @@ def test_each_view_finds_its_prediction_among_all_and_back():
     pairs = torch.cat([y0.repeat(2, 1), p], dim=1)
     yhat = heads["predict"](pairs)
     y = torch.cat([y1, y2])
-    forth = slow_info_nce(y, yhat, 0.3)
-    back = slow_info_nce(yhat, y, 0.3)
-    check_gradients(model.equivariance_loss(f, views), (forth + back) / 2, f)
+    both_ways = slow_info_nce(y, yhat, 0.3) + slow_info_nce(yhat, y, 0.3)
+    check_gradients(model.equivariance_loss(f, views), both_ways / 2, f)

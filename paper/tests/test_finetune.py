@@ -99,8 +99,8 @@ def test_the_score_is_that_of_the_head_on_val(done):
     head = weights_of(whole)
     logits = F.linear(features[:, -16:], head["head.weight"], head["head.bias"])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
-    wanted = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
-    assert values(whole / "finetune.json") == wanted
+    found = values(whole / "finetune.json")
+    assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
 
 
 def test_a_finished_head_is_not_scored_on_other_images_or_settings(

@@ -1,8 +1,6 @@
 """The comparison on imagenette: its runs, their rows, and what it shows of them."""
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,12 @@ from PIL import Image
 
 import eval_linear
 import ser
-from paper.experiments import imagenette, sweep
-from paper.tests.toys import class_folders
+from paper.experiments import imagenette
+from paper.tests.toys import FLAGS, class_folders, run_scripts_here
 from test_ser import sentence
 
 ROOT = Path(ser.__file__).parent
 ROWS = str(ROOT / "paper/experiments/imagenette.json")
-TOY = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
-       "--batch-size 8 --ratio 0.25 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1")
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
        "--epochs 20 --warmup-epochs 1 --base-lr 2e-3 --workers 8 --log-every 10 --seed 1 --bf16")
@@ -69,14 +65,9 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
         plain.append(not torch.backends.cuda.flash_sdp_enabled())
         return attend(*given, **more)
 
-    def run_here(command, check):     # python -m paper.experiments.imagenette --plain ...
-        imagenette.plain_attention(command[4:])
-
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(imagenette, "FLAGS", TOY)
-    monkeypatch.chdir(ROOT)     # where the scripts are
-    monkeypatch.setattr(sys, "argv", ["imagenette"])     # which --plain replaces
+    run_scripts_here(monkeypatch, 4)     # after python -m paper.experiments.imagenette --plain
+    monkeypatch.setattr(imagenette, "FLAGS", " ".join([*FLAGS, "--ratio 0.25"]))
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"

@@ -1,4 +1,5 @@
 """What all methods of paper/methods share: toys, oracles of their layers, commands, ranks."""
+import inspect
 import runpy
 import sys
 
@@ -9,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ser
-from paper.methods import augself, barlow_twins, dino, equimod, essl, multicrop, simclr, stl
-from test_ser import close, log_of, pixels, run_ranks, same, shake, trained
+from paper.methods import augself, barlow_twins, dino, equimod, essl, multicrop, simclr, stl, turned
+from test_ser import close, log_of, pixels, run_ranks, same, sentence, shake, trained
 
 SCRIPTS = dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop, simclr=simclr,
-               augself=augself, equimod=equimod, stl=stl, essl=essl)
+               turned=turned, augself=augself, equimod=equimod, stl=stl, essl=essl)
 ADDONS = ["augself", "equimod", "stl", "essl"]
 
 FLAGS = dict.fromkeys(SCRIPTS, "--image-size 16 --dim 16 --moco-hidden 32 --batch-size 12 ")
@@ -29,7 +30,7 @@ def recipe(name):
     """What ser.train is given: build, data set, optimizer, schedule; of a script, or ser.py's."""
     script = SCRIPTS[name]
     images = "six_views" if name == "multicrop" else "dataset"
-    return [script.build, getattr(script, images, ser.two_views),
+    return [getattr(script, "build", ser.build), getattr(script, images, ser.two_views),
             getattr(script, "optimizer", ser.adamw),
             getattr(script, "schedule", ser.set_learning_rate)]
 
@@ -39,25 +40,19 @@ def settings(name, flags=""):
 
 
 def toy(name, flags=""):
+    build, *_ = recipe(name)
+    return shake(build(settings(name, flags)))
+
+
+def toy_on_views(name, flags=""):
     args = settings(name, flags)
-    return args, shake(SCRIPTS[name].build(args))
-
-
-def toy_views(name, args):
-    _, dataset, *_ = recipe(name)
-    data = dataset(pixels(99, 3, 24, 18), args)
+    data = recipe(name)[1](pixels(99, 3, 24, 18), args)
     loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))
-    return ser.make_views(loaded, args, step=0)
+    return toy(name, flags), ser.make_views(loaded, args, step=0)
 
 
 def layers(network):
     return " ".join(f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network)
-
-
-def slow_info_nce(a, b, temperature):
-    """2 T times the cross-entropy of the own row among all of b."""
-    logits = F.normalize(a) @ F.normalize(b).T / temperature
-    return 2 * temperature * F.cross_entropy(logits, torch.arange(len(a)))
 
 
 def check_gradients(fast, slow, features):
@@ -72,36 +67,48 @@ def check_gradients(fast, slow, features):
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
     monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
     train = ser.train
-    given = []
-    monkeypatch.setattr(ser, "train", lambda *all_given: given.extend(all_given))
+    bind = inspect.signature(train).bind
+    calls = []
+    monkeypatch.setattr(ser, "train", lambda *given, **named: calls.append(bind(*given, **named)))
     words = f"{FLAGS[name]} --ratio 0 --cls-layer 0 --epochs 1 --log-every 1 --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     runpy.run_path(SCRIPTS[name].__file__, run_name="__main__")
 
-    train(*given)
+    call, = calls
+    call.apply_defaults()
+    train(*call.args)
     assert [line["step"] for line in log_of(tmp_path)[1:]] == [1, 2]
     ser.load_encoder(tmp_path / "last.pt")
-    _, *found = given
-    found += [ser.build, ser.two_views, ser.adamw, ser.set_learning_rate][len(found):]
+    _, *found = call.args
     assert [f.__code__ for f in found] == [f.__code__ for f in recipe(name)]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_settings_reach_the_model_and_the_images(name):
-    args, model = toy(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
-    assert recipe(name)[1]([], args).seed == 5
-    encoder = SCRIPTS[name].build(args).base.encoder
-    assert same(encoder.state_dict(), ser.seeded_encoder(args).state_dict())
+    args = settings(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
+    build, dataset, *_ = recipe(name)
+    model = build(args)
+    assert dataset([], args).seed == 5
+    assert same(model.base.encoder.state_dict(), ser.seeded_encoder(args).state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
+
+
+@pytest.mark.parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
+def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
+    args = SCRIPTS[name].settings("--local-size 64 --local-area 0.1 0.3".split())
+    local = ser.ViewSettings(64, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
+    wanted = [*ser.two_views([], args).view_settings, *crops * [local]]
+    assert list(recipe(name)[1]([], args).view_settings) == wanted
+    assert "--local-size 9: " in sentence(SCRIPTS[name].settings, ["--local-size", "9"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_all_that_is_trained_gets_a_gradient_and_nothing_else(name):
     """As DDP demands. MoCo-v3's patch embedding stays random."""
-    args, model = toy(name)
+    model, views = toy_on_views(name)
     model.base.update(0.5)
-    model(toy_views(name, args))["loss"].backward()
+    model(views)["loss"].backward()
     frozen = ["teacher", "momentum"]
     if name not in ("dino", "barlow_twins"):
         frozen.append("patch_embed")
@@ -109,6 +116,36 @@ def test_all_that_is_trained_gets_a_gradient_and_nothing_else(name):
         rests = any(word in key for word in frozen)
         assert (p.grad is None) == rests, key
         assert rests or p.grad.ne(0).any(), key
+
+
+@pytest.mark.parametrize("name", ADDONS)
+@pytest.mark.parametrize("layer", [2, 4])
+def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
+    model, views = toy_on_views(name, f"--weight 0.7 --layer {layer}")
+    losses = model(views)
+
+    features = []
+    for view in essl.turned(views) if name == "essl" else views:
+        f, _, cls_at = model.base.encoder(view.b1, [2])
+        if layer == 2:
+            f = F.layer_norm(cls_at[2], (16,), model.norm.weight, model.norm.bias, 1e-6)
+        features.append(f)
+    inv = ser.SER(model.base, [])(views[:2])["loss"]
+    equiv = model.equivariance_loss(features, views)
+    close(losses, {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
+
+
+@pytest.mark.parametrize("name", ADDONS)
+def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
+    words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
+    first, second, *_ = recipe(name)[1]([], settings(name, words)).view_settings
+    assert first == ser.ViewSettings(32, (0.2, 1.0), 0.3, 0.5)
+    assert second == ser.ViewSettings(32, (0.2, 1.0), 0.4, 0.6)
+
+
+@pytest.mark.parametrize("flags", ["--ratio 0.25", "--layer 5", "--layer 2 --cls-layer 2"])
+def test_settings_without_l_eq_are_refused(flags):
+    assert flags.startswith(sentence(toy, "augself", flags).split()[0])
 
 
 # What departs from ser.py in a run on ImageNet, and besides in one on synthetic images.
@@ -123,6 +160,7 @@ DEFAULTS = dict(
         hidden=8192, off_diagonal=0.0051),
     multicrop=dict(out="runs/multicrop", local_size=96, local_area=[0.05, 0.25]),
     simclr=dict(out="runs/simclr"),
+    turned=dict(out="runs/turned", ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
     augself=dict(out="runs/augself", weight=0.5),
     equimod=dict(out="runs/equimod", weight=1.0, temperature=0.2),
     stl=dict(out="runs/stl", weight=1.0, temperature=0.2),
@@ -131,6 +169,7 @@ SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0, crop_min=0.3),
     barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02),
     multicrop=dict(local_size=16, local_area=[0.1, 0.4], epochs=4.0),
+    turned={},
     essl=dict(local_size=16, local_area=[0.1, 0.3]))
 for addon in ADDONS:
     DEFAULTS[addon] |= dict(ratio=0.0, equiv_layers=[], cls_layer=0, layer=12,
@@ -157,19 +196,19 @@ def rank_main(rank, ranks, out):
     found = {}
     for name in SCRIPTS:
         _, _, make_optimizer, schedule = recipe(name)
-        args, model = toy(name)
+        args = settings(name)
+        model, views = toy_on_views(name)
         optimizer = make_optimizer(model, args)
         schedule(optimizer, args, 1.0)
         model.base.update(0.5)
 
         model.eval()     # on gloo each rank has a BatchNorm mean of its own
         parallel = DistributedDataParallel(model) if ranks > 1 else model
-        parallel(toy_views(name, args))["loss"].backward()
+        parallel(views)["loss"].backward()
         optimizer.step()
 
-        found[name] = dict(model.named_buffers())
-        for key, p in trained(model).items():
-            found[name][key] = p.grad
+        gradients = {key: p.grad for key, p in trained(model).items()}
+        found[name] = dict(model.named_buffers()) | gradients
     return found
 
 

@@ -14,9 +14,8 @@ timm = pytest.importorskip("timm")
 import eval_linear
 import ser
 from paper.experiments import pasted
-from paper.tests.test_methods import slow_info_nce
 from paper.tests.toys import CLASSES, become_rank, class_folders
-from test_ser import close, noise, seeded, sentence
+from test_ser import close, noise, seeded, sentence, slow_info_nce
 
 
 def train(root, weight, *flags, batch=6):
@@ -33,18 +32,11 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     _, zero = train(tmp_path, 0)
     assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
 
-    evaluate = eval_linear.evaluate
-    found = []
-
-    def evaluate_quickly(settings):
-        settings.workers = 0
-        found.append(evaluate(settings))
-        return found[-1]
-
-    monkeypatch.setattr(eval_linear, "evaluate", evaluate_quickly)
+    parse = eval_linear.parse
+    monkeypatch.setattr(eval_linear, "parse", lambda words: parse([*words, "--workers", "0"]))
     pasted.evaluate(model, args)
     row = json.loads(Path(args.out, "row.json").read_text())
-    heads = [one["value"] for rows in found for one in rows
+    heads = [one["value"] for one in json.loads(Path(args.out, "eval.json").read_text())["rows"]
              if (one["measure"], one["classes"]) == ("linear top-1 %", 6)]
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(statistics.mean(heads))
     upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
@@ -65,11 +57,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
 
     def save_and_stop(path, **state):
         save(path, **state)
-        monkeypatch.setattr(ser, "save", save)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ser, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
+        stop.setattr(ser, "save", save_and_stop)
         train(tmp_path, 0.1)
     assert torch.load(tmp_path / "out-0.1/last.pt")["step"] == 1
     _, killed = train(tmp_path, 0.1)

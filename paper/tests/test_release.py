@@ -12,12 +12,8 @@ CLONE = os.environ.get("SER_RELEASE")
 
 def table(capsys):
     release.main(release.settings(["--release", CLONE]))
-    lines = capsys.readouterr().out.splitlines()[1:]
-    found = {}
-    for line in lines:
-        name, part, *words = line.replace(",", "").split()
-        found[name, part] = words
-    return found
+    _, *lines = capsys.readouterr().out.replace(",", "").splitlines()
+    return {(name, part): words for name, part, *words in map(str.split, lines)}
 
 
 def test_a_gradient_is_that_of_all_parameters():

@@ -1,13 +1,11 @@
 """What paper/evaluations/robustness.py promises."""
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.functional as TF
-from PIL import Image
 
 import eval_linear
 import ser
@@ -15,7 +13,7 @@ from paper.evaluations import robustness
 from paper.evaluations.robustness import SETS, table
 from paper.tests.toys import (
     CLASSES, become_rank, call, class_folders, toy_checkpoint, toy_head, values)
-from test_ser import pixels, sentence
+from test_ser import pixels, sentence, write_image
 
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
@@ -38,12 +36,9 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
                       "--cache", "--workers", "0"])
     val = eval_linear.class_folder(tmp_path / "data/val", eval_linear.eval_transform(16))
     for number, (image, label) in enumerate(val):
-        upright = TF.to_pil_image(image)
-        turned = upright.transpose(Image.ROTATE_270)
-        for name, picture in (("snow/1", upright), ("frost/1", turned)):
-            folder = tmp_path / "c" / name / CLASSES[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            picture.save(folder / f"{number}.png")
+        file = f"{CLASSES[label]}/{number}.png"
+        write_image(tmp_path / "c/snow/1" / file, image)
+        write_image(tmp_path / "c/frost/1" / file, image.rot90(3, (1, 2)))
     shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
 
     call(robustness, "--checkpoint", path, "--workers", "0", "--c", tmp_path / "c",

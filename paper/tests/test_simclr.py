@@ -1,10 +1,10 @@
 """SimCLR, the example of a base method that is plugged in."""
-from paper.tests.test_methods import check_gradients, layers, slow_info_nce, toy
-from test_ser import noise
+from paper.tests.test_methods import check_gradients, layers, toy
+from test_ser import noise, slow_info_nce
 
 
 def test_the_loss_finds_each_view_among_the_other_views_of_all_images():
-    _, model = toy("simclr")
+    model = toy("simclr")
     base = model.base
     cls = list(noise(2, 12, 16).requires_grad_())
     assert layers(base.head) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1 BatchNorm1d:0"

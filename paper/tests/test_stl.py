@@ -3,8 +3,8 @@ import torch
 
 import ser
 from paper.methods import stl
-from paper.tests.test_methods import check_gradients, layers, settings, slow_info_nce, toy
-from test_ser import noise, pixels, same, sentence
+from paper.tests.test_methods import check_gradients, layers, settings, toy
+from test_ser import noise, pixels, same, sentence, slow_info_nce
 
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
@@ -26,40 +26,33 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
 
 
 def test_a_transformation_is_read_from_the_partner_and_applied():
-    _, model = toy("stl", "--temperature 0.4")
+    model = toy("stl", "--temperature 0.4")
     heads = model.heads
     f1, f2 = list(noise(2, 4, 16).requires_grad_())
 
     for name in ("read", "embed", "embed_code"):
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name
 
-    def embedded(first, second):
-        embed = heads["embed"]
-        return torch.cat([embed(first), embed(second)])
-
     def moved(f, codes):
         partners = codes[[1, 0, 3, 2]]
         matrices = heads["hyper"](partners).view(4, 16, 16)
-        moved = matrices @ f[:, :, None]
-        return moved[:, :, 0]
+        return (matrices @ f[:, :, None])[:, :, 0]
 
     def both_ways(a, b):
-        forth = slow_info_nce(a, b.detach(), 0.4)
-        back = slow_info_nce(b, a.detach(), 0.4)
-        return forth + back
+        return slow_info_nce(a, b.detach(), 0.4) + slow_info_nce(b, a.detach(), 0.4)
 
     read = heads["read"]
+    embed = heads["embed"]
     t12 = read(torch.cat([f1, f2], dim=1))
     t21 = read(torch.cat([f2, f1], dim=1))
-    z = embedded(f1, f2)
-    z_moved = embedded(moved(f2, t21), moved(f1, t12))
+    z = torch.cat([embed(f1), embed(f2)])
+    z_moved = torch.cat([embed(moved(f2, t21)), embed(moved(f1, t12))])
 
     codes = torch.cat([t12, t21])
     u_even = heads["embed_code"](codes[0::2])
     u_odd = heads["embed_code"](codes[1::2])
     wanted = both_ways(z, z_moved) + 0.1 * both_ways(u_even, u_odd)
-    found = model.equivariance_loss([f1, f2], [])
-    check_gradients(found, wanted, [f1, f2])
+    check_gradients(model.equivariance_loss([f1, f2], []), wanted, [f1, f2])
 
 
 def test_an_odd_number_of_images_on_a_rank_is_one_sentence(monkeypatch):

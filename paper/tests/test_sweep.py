@@ -2,7 +2,6 @@
 import importlib
 import json
 import re
-import subprocess
 
 import pytest
 import torch
@@ -10,19 +9,7 @@ import torch
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import class_folders
-
-
-def run_here(command, check):
-    assert check     # a training that failed is not evaluated
-    _, script, *words = command
-    if script == "eval_linear.py":
-        eval_linear.main(words)
-    elif script == "ser.py":
-        ser.train(ser.parse(words))
-    else:
-        module = importlib.import_module(words[0])
-        ser.train(module.settings(words[1:]), module.build, module.dataset)
+from paper.tests.toys import FLAGS, class_folders, run_scripts_here
 
 
 @pytest.mark.parametrize("name", sweep.LISTS)
@@ -48,17 +35,17 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     assert name != "r" or list(trained.values()) == [0.005, 0.02, 0, 0.01]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")     # equimod, which is imported
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(subprocess, "run", run_here)
-    of_ser = sweep.Run("SER", "--equiv-layers 1 --ratio .25", 69)
+    run_scripts_here(monkeypatch, 1)
+    of_ser = sweep.Run("SER", "--ratio .25", 69)
     of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
     monkeypatch.setattr(sweep, "SHARED", [of_ser])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
     class_folders(tmp_path / "train", per_class=3)
     class_folders(tmp_path / "val", per_class=1, seed=6)
-    argv = (f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --depth 3 "
-            "--image-size 16 --patch-size 4 --dim 16 --heads 2 --moco-hidden 16 --batch-size 8 "
-            "--epochs 1 --warmup-epochs 0 --base-lr 0.1 --cls-layer 1").split()
+    line = f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --base-lr 0.1"
+    argv = [*line.split(), *FLAGS]
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
@@ -128,8 +115,7 @@ def test_the_table_has_means_and_differences_within_a_seed():
     for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 0, 50), ("b", 1, 52)):
         for measure, block, number in (("20-NN top-1 %", 6, value), ("20-NN top-1 %", 6, 0),
                                        ("cosine", 2, value / 100)):
-            place = {"run": run, "seed": seed, "measure": measure, "block": block}
-            rows.append(place | {"value": number})
+            rows.append(dict(run=run, seed=seed, measure=measure, block=block, value=number))
     assert sweep.table(rows, "b").splitlines()[2:] == [
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
         "| cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |"]

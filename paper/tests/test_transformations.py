@@ -81,8 +81,6 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(tmp_p
     encoders = {"trained": encoder, "untrained": ser.seeded_encoder(toy())}
     for (name, encoder), layer in product(encoders.items(), (1, 3)):     # of the paper's layers
         features = [version_features(encoder, images, [layer], 0) for images in spread]
-        wanted = {
-            "rotation %": sums(*features, [0, 1, 2, 3], 0),
-            "flip %": sums(*features, [0, 4], 0)}
-        found = values(rows, encoder=name, block=layer)
-        assert found == pytest.approx(wanted, 1e-4)
+        wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 0),
+                  "flip %": sums(*features, [0, 4], 0)}
+        assert values(rows, encoder=name, block=layer) == pytest.approx(wanted, 1e-4)

@@ -50,8 +50,7 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     labels = torch.tensor(data.targets)
     sample = sample_classes(labels, 4, 0)
     classes, colours = labels[sample].unique(return_inverse=True)
-    assert len(classes) == 4
-    assert sample.sum() == 48
+    assert (len(classes), sample.sum()) == (4, 48)
     assert not sample.equal(sample_classes(labels, 4, 1))
     for name, run, panel in zip("AB", (one, two), figures[0].axes, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), images)

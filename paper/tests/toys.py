@@ -1,31 +1,30 @@
 """What the tests of paper/ share: toy checkpoints, heads, and folders of images."""
 import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 import eval_linear
 import ser
-from test_ser import TOY, close, noise, pixels, seeded, shake, toy
+from paper.experiments import imagenette
+from test_ser import TOY, close, noise, pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
+# A training of a moment, on 16 images or so, as words of a command line.
+FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
+         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()
 
 
-def toy_checkpoint(folder, seed=0, **settings):
-    """The path of folder/last.pt, as ser.train writes it, with random weights. settings replace
-    those of TOY. Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
-    args = toy(seed=seed, **settings)
-    model = shake(ser.build(args), seed)
-    encoder = model.base.encoder.state_dict()
-    path = Path(folder, "last.pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ser.save(path, step=7, settings=vars(args), encoder=encoder, model=model.state_dict(),
-             optimizer={})
-    return str(path)
+def toy_checkpoint(folder, **settings):
+    """The path of folder/last.pt, an encoder with random weights. settings replace those of TOY.
+    Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return str(write_checkpoint(Path(folder), **settings))
 
 
 def toy_head(checkpoint, name="head-toy.pt"):
@@ -33,10 +32,8 @@ def toy_head(checkpoint, name="head-toy.pt"):
     path = Path(checkpoint).with_name(name)
     settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
-    weight = noise(6, 2 * TOY["dim"], seed=3)
-    bias = noise(6, seed=4)
-    ser.save(path, weight=weight, bias=bias, classes=CLASSES, lr=0.1, weights=weights,
-             settings=settings)
+    ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
+             lr=0.1, weights=weights, settings=settings)
     return str(path)
 
 
@@ -51,6 +48,17 @@ def stopped_after_3(monkeypatch):
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
         stop.setattr(ser, "log_and_check", lambda log, bar, step, *_: 1 // (4 - step))
         yield
+
+
+def run_scripts_here(monkeypatch, start):
+    """The command lines of sweep.py and imagenette.py run in this process, from word `start` on."""
+    def run(command, check):
+        assert check     # a training that failed is not evaluated
+        imagenette.plain_attention(command[start:])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.chdir(Path(ser.__file__).parent)     # where the scripts are
+    monkeypatch.setattr(sys, "argv", ["script"])     # which plain_attention replaces
 
 
 def become_rank(monkeypatch, rank):
@@ -71,10 +79,8 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
     colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
     images = F.interpolate(colours, (size, size))
-    for number, image in enumerate(images.movedim(1, 3).numpy()):
-        folder = Path(root, classes[number % len(classes)])
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / f"{number:03}.png")
+    for number, image in enumerate(images):
+        write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
     return str(root)
 
 
