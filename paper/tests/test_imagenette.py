@@ -133,7 +133,9 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
-    ("README.md", "| | untrained |", "untrained; MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
+    ("README.md", "| | untrained |", "untrained; MoCo-v3; turned; control; SER-0.1; SER",
+     "--epochs 10"),
+    ("README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| | untrained | MoCo-v3",
      "untrained; MoCo-v3; control; SER-0.02; SER-0.1; SER-0.25; SER", ""),
     ("paper/README.md", "| L_equiv |",
@@ -142,7 +144,7 @@ LATER = {"2": "SER", "4": "layer-4", "6": "layer-6"}     # the block of L_equiv 
     ("paper/README.md", "| | MoCo-v3 | control | SER, lambda .1",
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
     ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
-    ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1", "--epochs 100")])
+    ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 100")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
