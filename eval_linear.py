@@ -109,7 +109,10 @@ def fingerprint(encoder: ViT) -> str:
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
     ranks, rank = ser.ranks_and_rank()
-    states = [ser.load_checkpoint(args.checkpoint) if rank == 0 else None]
+    states: list = [None]
+    if rank == 0:
+        state = ser.load_checkpoint(args.checkpoint)
+        states = [{key: state[key] for key in ("encoder", "settings", "step")}]
     if ranks > 1:
         dist.broadcast_object_list(states)
     state = states[0]
@@ -325,8 +328,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
-    places = logits[:, among].topk(min(5, len(among))).indices                    # (n, 5)
-    right = (among[places] == labels[:, None]).float()     # 1 at the place of the label
+    guesses = among[logits[:, among].topk(min(5, len(among))).indices]            # (n, 5)
+    right = (guesses == labels[:, None]).float()     # 1 where the guess is the label
     top1 = 100 * right[:, 0].mean()
     top5 = 100 * right.amax(1).mean()
     return top1.item(), top5.item()
@@ -474,8 +477,8 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
 
     made_by = {"weights": checkpoint.weights, "settings": vars(args)}
     new = [made_by | row for row in rows]
-    places = [row | {"value": None} for row in new]
-    older = [row for row in results["rows"] if row | {"value": None} not in places]
+    keys = [row | {"value": None} for row in new]
+    older = [row for row in results["rows"] if row | {"value": None} not in keys]
     results["rows"] = older + new
 
     unfinished = path.with_suffix(".tmp")

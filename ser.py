@@ -17,11 +17,11 @@ intermediate layer, where the patch tokens still form a map of the image:
 Usage:
     python ser.py                                                 tiny ViT, synthetic images
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
-    torchrun --nproc_per_node=8 ser.py --data /imagenet           the paper's main setting
+    torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
 or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we depart from
-it, in six places, which paper/README.md lists as well. "The release" is the authors' code,
+it, in seven places, which paper/README.md lists as well. "The release" is the authors' code,
 github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -65,8 +65,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is told by
-    the size that it ends with, so it does not matter which size there was before."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. `grid` is the size after
+    the scaling, not a factor, so a later scaling overrides an earlier one."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -219,9 +219,9 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. The jitter is all of it that changes colours, from the third row on.
-# The loader samples its numbers, too, and the device jitters a whole batch at once, where
-# torchvision would jitter one image after the other.
+# The views. T is MoCo-v3's. The jitter is all of it that moves nothing, from the third row on. The
+# loader samples its numbers, too, and the device jitters a whole batch at once, where torchvision
+# would jitter one image after the other.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -235,7 +235,9 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
 #   blur            device    1       .1       sigma .1 to 2 pixels       the same
 #                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
-P_FLIP, P_JITTER, P_GRAY = 0.5, 0.8, 0.2     # of both views
+P_FLIP = 0.5     # probabilities of both views
+P_COLOUR = 0.8
+P_GRAY = 0.2
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
 
 
@@ -291,7 +293,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    if random.random() < P_JITTER:
+    if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
             contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
@@ -399,8 +401,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice: one order of the jitter for all images of a view, on all ranks, for speed.
-        # torchvision samples one for each image, the release one for each GPU and part.
+        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image: all
+        # images of a view share one, on all ranks, for speed. The release has one for each GPU.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
@@ -417,9 +419,9 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# The operations of the jitter, which a reader of the method may skip. They are torchvision's,
-# but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1). A factor of 1, or a hue
-# shift of 0, leaves an image as it is, bit for bit.
+# The operations of the jitter, which a reader of the method may skip. They are torchvision's
+# and, for the blur, moco-v3's, but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1).
+# A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -705,13 +707,12 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
     # training they are those of all GPUs, see `distribute`.
-    *pairs, (last_in, last_out) = zip(widths, widths[1:])
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairs:
+    for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         linear = nn.Linear(fan_in, fan_out, bias=False)
         layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    last = nn.Linear(last_in, last_out, bias=False)
-    return nn.Sequential(*layers, last, nn.BatchNorm1d(last_out, affine=False))
+    last = nn.Linear(widths[-2], widths[-1], bias=False)
+    return nn.Sequential(*layers, last, nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -833,8 +834,8 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. Above, 1e9
-    stands for any larger number, as infinity is refused, too."""
+    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. No flag
+    takes more than 1e9, so that infinity is refused."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -957,7 +958,7 @@ def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> No
 
 
 def save(path: Path, **state: Any) -> None:
-    """Write beside `path`, then rename, so that a kill leaves a whole file, old or new."""
+    """Write beside `path`, then rename, so that a kill or crash leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
         file.flush()
