@@ -162,6 +162,16 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             assert shown == pytest.approx(numbers(wanted)), (title, column)
 
 
+def test_the_findings_at_the_top_of_readme_are_those_of_its_table():
+    table = readme_table("README.md", "| | untrained |")
+    found = list(readme_table("README.md", "| ten epochs |").values())
+    turned = "turned images, linear top-1 %"
+    titles = ["retrieval with jitter %, rot90, block 2", turned, "linear probe, top-1 %"]
+    for cells, title in zip(found, titles, strict=True):
+        assert cells[:3] == [table[title][place].split(" ±")[0] for place in (1, 3, 5)]
+    assert numbers(found[1][3]) == numbers(table[turned][2])[:1]
+
+
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
     over_control, over_moco = tables(tmp_path, capsys)
     linear = "linear top-1 %, block 6"
