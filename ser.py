@@ -19,10 +19,10 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as (3.1),
-or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we depart from
-it, in seven places, which paper/README.md lists as well. "The release" is the authors' code,
-github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
+(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we
+depart from it, in seven places, which paper/README.md lists as well. "The release" is the
+authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -65,8 +65,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. `grid` is the size after
-    the scaling, not a factor, so a later scaling overrides an earlier one."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. `grid` is the size
+    after the scaling, not a factor, so a later scaling overrides an earlier one."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -169,8 +169,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    # `contiguous` puts the numbers of a turned map in the usual order in memory, as convolutions
-    # round differently in another order.
+    # `contiguous` puts the numbers of a turned map in the usual order in memory, as
+    # convolutions round differently in another order.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -219,9 +219,9 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. The jitter is all of it that moves nothing, from the third row on. The
-# loader samples its numbers, too, and the device jitters a whole batch at once, where torchvision
-# would jitter one image after the other.
+# The views. T is MoCo-v3's. The jitter is all of it that moves nothing, from the third row
+# on. The loader samples its numbers, too, and the device jitters a whole batch at once, where
+# torchvision would jitter one image after the other.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -401,8 +401,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image: all
-        # images of a view share one, on all ranks, for speed. The release has one for each GPU.
+        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image:
+        # all images of a view share one, on all ranks, for speed.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
@@ -420,8 +420,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
 
 
 # The operations of the jitter, which a reader of the method may skip. They are torchvision's
-# and, for the blur, moco-v3's, but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1).
-# A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+# and, for the blur, moco-v3's, but images (B, 3, h, w) in [0, 1] have a factor each,
+# (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -573,12 +573,12 @@ class ViT(nn.Module):
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
 # ranks, as in the formula of 3.3. (Appendix A.4 speaks of other places of an image, too.)
 #
-# Anchors, positives and negatives carry gradient. In the release all tokens, the anchors among
-# them, come out of a gather without gradient before they are compared (builder/moco.py, lines
-# 956 and 1067), so that L_equiv trains nothing. README has a command that shows it.
+# Anchors, positives and negatives carry gradient. In the release all tokens, the anchors
+# among them, come out of a gather without gradient before they are compared (builder/moco.py,
+# lines 956 and 1067), so that L_equiv trains nothing. README has a command that shows it.
 #
-# SER calls `align_and_contrast`. `equivariance_loss`, at the end, is for trainings that are not
-# ours. It moves images itself, and then calls the same function.
+# SER calls `align_and_contrast`. `equivariance_loss`, at the end, is for trainings that are
+# not ours. It moves images itself, and then calls the same function.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
@@ -834,8 +834,8 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. No flag
-    takes more than 1e9, so that infinity is refused."""
+    """The value, if it is from low to high. Raises ValueError if it is not, or is nan.
+    No flag takes more than 1e9, so that infinity is refused."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -924,8 +924,8 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The encoder with the weights of --seed. As it seeds torch's own generator, what `build`
-    makes after the encoder depends on --seed as well."""
+    """The encoder with the weights of --seed. It seeds torch's own generator, so that what
+    `build` makes after the encoder depends on --seed as well."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 

@@ -68,13 +68,10 @@ def source_of(data: str, side: int) -> str:
 
 def plain_attention(words: list[str]) -> None:
     """Run a script with attention by plain products, as PyTorch's is slow in bfloat16 on CPUs."""
-    run = runpy.run_path
-    if words[0] == "-m":
-        run = runpy.run_module
-        words = words[1:]
-    sys.argv = list(words)
+    script, *flags = [word for word in words if word != "-m"]
+    sys.argv = [script, *flags]
     with sdpa_kernel(SDPBackend.MATH):
-        run(words[0], run_name="__main__")
+        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
 
 
 def show(args: Namespace) -> None:
