@@ -573,6 +573,7 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
+    images = describe(sets)
 
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
@@ -592,7 +593,7 @@ def evaluate(args: Namespace) -> list[dict]:
             own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], places)
-        rows += [row | {"encoder": name, "images": describe(sets)} for row in own]
+        rows += [row | {"encoder": name, "images": images} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows
