@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import DatasetFolder, ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -183,12 +183,12 @@ def load_sets(args: Namespace, size: int) -> Sets:
     return Sets(classes, centre_crops, random_crops, tests)
 
 
-def describe(sets: Sets) -> str:
+def describe(sets: dict[str, Dataset]) -> str:
     """How many images each set has, and a checksum of their names, if they have any."""
     texts = []
-    for name, data in {"train": sets.centre_crops, **sets.tests}.items():
+    for name, data in sets.items():
         text = f"{name}: {len(data)} images"
-        if isinstance(data, ImageFolder):
+        if isinstance(data, DatasetFolder):
             root = os.path.join(data.root, "")     # which ends with a slash
             names = [path.removeprefix(root) for path, _ in data.samples]
             text += f" {ser.checksum(names)}"
@@ -466,16 +466,18 @@ def results_path(args: Namespace, name: str) -> Path:
     return folder / name
 
 
-def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint) -> None:
-    """Add rows to the file of results, each with the settings and the weights that made it. A row
-    replaces an older one that differs from it in nothing but the value."""
+def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
+          images: str) -> None:
+    """Add rows to the file of results, each with the settings, the weights and the images, as
+    `describe` names them, that made it. A row replaces an older one that differs from it in
+    nothing but the value."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
         results = json.loads(path.read_text())
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training
 
-    made_by = {"weights": checkpoint.weights, "settings": vars(args)}
+    made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
     new = [made_by | row for row in rows]
     keys = [row | {"value": None} for row in new]
     older = [row for row in results["rows"] if row | {"value": None} not in keys]
@@ -573,7 +575,7 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
-    images = describe(sets)
+    images = describe({"train": sets.centre_crops, **sets.tests})
 
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
@@ -593,13 +595,13 @@ def evaluate(args: Namespace) -> list[dict]:
             own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], places)
-        rows += [row | {"encoder": name, "images": images} for row in own]
+        rows += [row | {"encoder": name} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows
 
     # Write before printing, as printing to a closed terminal ends the program.
-    write(path, rows, args, checkpoint)
+    write(path, rows, args, checkpoint, images)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]

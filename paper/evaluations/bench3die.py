@@ -86,7 +86,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     if ser.ranks_and_rank()[1] > 0:
         return
 
-    eval_linear.write(path, rows, args, checkpoint)
+    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+    eval_linear.write(path, rows, args, checkpoint, images)
     eval_linear.print_table(rows)
     for name, (top1, top5) in PAPER.items():
         print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")

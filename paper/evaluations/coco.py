@@ -234,8 +234,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     path = eval_linear.results_path(args, "coco.json")
     train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
-    images = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
-    run = training_settings("coco", args, checkpoint, images)
+    names = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
+    run = training_settings("coco", args, checkpoint, names)
 
     classes = max(val.coco.cats) + 1
     model = detector(checkpoint.encoder, classes, args).to(device)
@@ -246,7 +246,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     depth = checkpoint.encoder.depth
     rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
-    eval_linear.write(path, rows, args, checkpoint)
+    images = eval_linear.describe({"train2017": train_set, "val2017": val})
+    eval_linear.write(path, rows, args, checkpoint, images)
     for name, values in {"here": results.values(), **PAPER}.items():
         print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
     print(f"results are in {path}")

@@ -151,9 +151,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])
     classes = len(sets.classes)
     data = sets.random_crops
-    images = [image.removeprefix(str(data.root)) for image, _ in data.samples]
+    names = [image.removeprefix(str(data.root)) for image, _ in data.samples]
 
-    run = training_settings("finetune", args, checkpoint, images)
+    run = training_settings("finetune", args, checkpoint, names)
     torch.manual_seed(args.seed)
     encoder = checkpoint.encoder
     model = Classifier(encoder, classes, args.drop_path).to(device)
@@ -167,7 +167,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
     rows = eval_linear.make_rows(values, "val", classes, encoder.depth)
-    eval_linear.write(path, rows, args, checkpoint)
+    images = eval_linear.describe({"train": data, **sets.tests})
+    eval_linear.write(path, rows, args, checkpoint, images)
     print(f"{classes} classes (the paper's rows: 1000 classes)")
     for method, row in {"here": (top1, top5), **PAPER}.items():
         print(f"{method:32} top-1 {row[0]:6.2f}  top-5 {row[1]:6.2f}")

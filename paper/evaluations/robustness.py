@@ -111,13 +111,13 @@ def turned(encoder: ser.ViT, degrees: int) -> v2.Transform:
 
 
 def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
-                 args: Namespace) -> tuple[list[float], int]:
-    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head, and the
-    number of images."""
+                 args: Namespace) -> tuple[list[float], DatasetFolder]:
+    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head; and the
+    images."""
     images = eval_linear.class_folder(folder, transform, head.classes)
     features, labels = eval_linear.extract(encoder, images, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
-    return eval_linear.accuracy(head.linear(features), labels, all_classes), len(images)
+    return eval_linear.accuracy(head.linear(features), labels, all_classes), images
 
 
 # ==== ImageNet-P =========================================================================
@@ -131,10 +131,10 @@ def read_video(path: str) -> Tensor:
 
 
 def score_videos(encoder: ser.ViT, head: Namespace, folder: Path,
-                 args: Namespace) -> tuple[list[float], int]:
+                 args: Namespace) -> tuple[list[float], DatasetFolder]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
-    over videos of the mean over their frames (Choice: of all frames); and the number of videos,
-    which ranks share."""
+    over videos of the mean over their frames (Choice: of all frames); and the videos, which
+    ranks share."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
     own = Subset(videos, range(rank, len(videos), ranks))
@@ -150,7 +150,7 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path,
 
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    return (sums / len(videos)).tolist(), len(videos)
+    return (sums / len(videos)).tolist(), videos
 
 
 # ==== Sets and tables ====================================================================
@@ -206,28 +206,29 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     encoder = checkpoint.encoder.to(device)
 
     results = {kind: {} for kind in folders}
-    sizes = {kind: {} for kind in folders}
+    sets_of = {kind: {} for kind in folders}     # what rows say of images -> sets that have them
     for kind, sets in folders.items():
         for name, folder in sets.items():     # ten sets of P take hours
             if kind == "P":
-                scores, size = score_videos(encoder, head, folder, args)
+                scores, data = score_videos(encoder, head, folder, args)
             else:
                 change = turned(encoder, int(name)) if kind == "turned" else uncropped(encoder)
-                scores, size = score_images(encoder, head, folder, change, args)
+                scores, data = score_images(encoder, head, folder, change, args)
 
             results[kind][name] = scores
-            sizes[kind].setdefault(size, []).append(name)
+            images = eval_linear.describe({kind: data})
+            sets_of[kind].setdefault(images, []).append(name)
             values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
             rows = [row | {"head": head.made} for row in rows]
             if rank == 0:
-                eval_linear.write(path, rows, args, checkpoint)
+                eval_linear.write(path, rows, args, checkpoint, images)
 
     if rank == 0:
         for kind in results:
             print(table(kind, results[kind], len(head.classes)))
-            if len(sizes[kind]) > 1:
-                print(f"Sets differ in size. Were all unpacked? Their numbers: {sizes[kind]}")
+            if len(sets_of[kind]) > 1:
+                print(f"Sets have other images. Were all unpacked? They are: {sets_of[kind]}")
         print(f"scored by {head.path}; results are in {path}")
 
 

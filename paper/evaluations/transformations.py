@@ -128,7 +128,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         if layers == PAPER_LAYERS:
             lines.append(PAPER[task])
 
-    eval_linear.write(path, rows, args, checkpoint)
+    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+    eval_linear.write(path, rows, args, checkpoint, images)
     print("\n".join(lines))
     print(f"results are in {path}")
 

@@ -85,7 +85,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         silhouette, purity = separation(x, y)
         values = {"silhouette": silhouette, "20-NN purity": purity}
         rows = eval_linear.make_rows(values, args.data, classes, encoder.depth)
-        eval_linear.write(path, [row | {"encoder": label} for row in rows], args, checkpoint)
+        rows = [row | {"encoder": label} for row in rows]
+        images = eval_linear.describe({args.data: data})
+        eval_linear.write(path, rows, args, checkpoint, images)
 
         plot(panel, x, y, args.seed)
         title = f"{label}: silhouette {silhouette:.3f}, purity {purity:.3f}"

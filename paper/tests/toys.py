@@ -74,6 +74,18 @@ def values(path, **keys):
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
 
+def cells_of(line):
+    """The cells of a line of a table."""
+    return line.strip("| ").split(" | ")
+
+
+def readme_table(readme, header):
+    """The table below a line that begins with `header`: the title of a line -> its cells."""
+    text = (Path(ser.__file__).parent / readme).read_text()
+    lines = text[text.index(header):].split("\n\n")[0].splitlines()[2:]
+    return {title: rest for title, *rest in map(cells_of, lines)}
+
+
 def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
     root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
