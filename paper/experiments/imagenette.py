@@ -54,6 +54,7 @@ def make_copies(data: str, folder: Path, side: int) -> None:
     for source in Path(data).glob("*/*/*"):
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch(exist_ok=False)     # 1.png and 1.jpg would become one copy
         image = Image.open(source).convert("RGB")
         ImageOps.fit(image, (side, side)).save(target, quality=95)
     (unfinished / "source.txt").write_text(source_of(data, side))

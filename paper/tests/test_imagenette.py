@@ -126,9 +126,9 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
-    ("README.md", "| | retrieval", "retrieval with jitter, rot90, block 2; linear; 20-NN; "
-     "turned images, linear top-1 %; -; -", "--epochs 10"),
-    ("README.md", "| | retrieval", "-; -; -; -; linear; 20-NN", "--epochs 100"),
+    ("README.md", "| ten epochs |", "retrieval with jitter, rot90, block 2; linear; 20-NN; "
+     "turned images, linear top-1 %", "--epochs 10"),
+    ("README.md", "| 100 epochs |", "retrieval, rot90, block 2; linear; 20-NN", "--epochs 100"),
     ("paper/README.md", "| | untrained | MoCo-v3",
      "untrained; MoCo-v3; control; SER-0.02; SER-0.1; SER-0.25; SER", ""),
     ("paper/README.md", "| L_equiv |",
@@ -144,8 +144,6 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
         for column, cell in zip(columns.split("; "), cells, strict=True):
             run = column
             line = title
-            if "-" in (column, cell):
-                continue
             if title in RUNS:
                 run = RUNS[title]
                 line = column.replace("OWN", title)
