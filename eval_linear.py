@@ -9,13 +9,14 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
     none of them      on random crops         yes      no                  hours
     --cache           on one centre crop      yes      no                  minutes
     --mlp             MLPs, on random crops   yes      no                  hours
+    --mlp --cache     MLPs, on centre crops   yes      no                  minutes
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
-Several flags together give the results of each, and --mlp --cache MLPs on centre crops.
-With equivariance, the untrained encoder that the run began with is evaluated as well.
-Without --data, images are synthetic, --cache is always on, and the equivariance of turns after
-f1 is always measured.
+--knn and --equivariance add their results to those of other flags. With equivariance, the
+untrained encoder that the run began with is evaluated as well. Without --data, images are
+synthetic, --cache is always on, and the equivariance of turns is always measured, after f1 or,
+in a plain ViT, after the first block.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights. eval.jsonl has a line for each
@@ -142,9 +143,10 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... A label is the place of CLASS among `classes`, the names of the
-    training classes or, without them, of the folder's own. Folders may also be called by the
-    labels, 0, 1, ..., as in ImageNet-V2."""
+    """The images root/CLASS/... of the training classes `classes`; none: of those that are
+    there. A label is the place of CLASS among `classes`. ImageFolder's own labels would be the
+    places among the folders that are there, which may be fewer, or be called 0, 1, ..., as in
+    ImageNet-V2, where it would sort 10 before 2."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -155,13 +157,14 @@ def class_folder(root: str | Path, transform: Callable | None,
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
     labels = [names.index(name) for name in folder.classes]
-    folder.samples = [(path, labels[own]) for path, own in folder.samples]
+    folder.samples = [(path, labels[place]) for path, place in folder.samples]
     return folder
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
     """The images of --data, --val and --test; without --data, synthetic ones."""
-    if not args.data:     # with seeds that ser.py does not use
+    if not args.data:
+        # ser.py trains on other images, those of seed 0.
         train = TensorDataset(*ser.synthetic_images(2048, size, seed=101))
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
         return Sets([str(label) for label in range(6)], train, None, {"val": val})
@@ -252,7 +255,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tenso
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
 def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
-    """A linear head or a three-layer MLP: features (B, K) -> logits (B, C)."""
+    """A linear head or a three-layer MLP: features (B, width) -> logits (B, classes)."""
     layers = []
     if mlp:
         # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it follows.
@@ -346,18 +349,18 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
     for x, y in zip(test.split(256), labels.split(256)):
         similarities = F.normalize(x) @ train.T                               # (B, m)
         nearest = similarities.topk(min(20, len(train)))                      # (B, 20)
-        weights = (nearest.values / 0.07).exp()
         votes = x.new_zeros(len(x), classes)
-        votes.scatter_add_(1, train_labels[nearest.indices], weights)
+        votes.scatter_add_(1, train_labels[nearest.indices], (nearest.values / 0.07).exp())
         right += (votes.argmax(1) == y).sum().item()
     return 100 * right / len(test)
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# f1 is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
-# The mean colour of a patch alone would find almost every turned token. So retrieval is also
-# measured between two copies of an image with a colour jitter each.
+# A function f1 that makes a map of an image, here the blocks up to any one, is equivariant if
+# moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2 measures by
+# the cosine how nearly they agree. Retrieval is our own measure. As almost every turned token
+# would be found by the mean colour of its patch alone, retrieval is also measured between two
+# copies of an image that have a colour jitter each.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -375,7 +378,7 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
     """A motion of each image, by one kind. Every image is turned or flipped, as the tokens of one
     that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))
+    g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))     # of view 2
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(images) % 3)
     if element == "hflip":
@@ -451,9 +454,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block of a trained encoder. `evaluate` marks
-    those of the untrained encoder."""
-    key = {"encoder": "trained", "set": name, "classes": classes, "block": block}
+    """Rows of measure -> value on a set, after a block."""
+    key = {"set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
 
@@ -500,7 +502,7 @@ def print_table(rows: Sequence[dict]) -> None:
         else:
             title = f"{measure} after block {row['block']}"
         text = f"{value:.1f}" if "%" in measure else f"{value:.3f}"
-        table.setdefault(title, {})[row["encoder"]] = text
+        table.setdefault(title, {})[row.get("encoder", "trained")] = text
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
@@ -557,13 +559,13 @@ def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> li
 
     rows = []
     for element, block in places:
-        f1 = partial(map_after, encoder, block)
+        maps = partial(map_after, encoder, block)
         change = partial(jitter, generator=ser.rng("jitter", element))
         values = {
-            f"{element} cosine": cosine(f1, images, patch, element),
-            f"{element} retrieval": retrieval(f1, images, patch, element),
+            f"{element} cosine": cosine(maps, images, patch, element),
+            f"{element} retrieval": retrieval(maps, images, patch, element),
             # `change` normalises, so it takes pixels.
-            f"{element} retrieval with jitter": retrieval(f1, pixels, patch, element, change)}
+            f"{element} retrieval with jitter": retrieval(maps, pixels, patch, element, change)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -582,7 +584,8 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    places = [("rot90", max(1, run.cls_layer))]     # where equivariance is measured: turns, f1
+    # Where equivariance is measured: turns after f1, or all motions after every block.
+    places = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
         places = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
 

@@ -21,7 +21,7 @@ Usage:
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
 (3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we
-depart from it, in seven places, which paper/README.md lists as well. "The release" is the
+depart from it, in eight places, which paper/README.md lists as well. "The release" is the
 authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -65,14 +65,14 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. `grid` is the size
-    after the scaling, not a factor, so a later scaling overrides an earlier one."""
+    """How each image moves: by a flip, then quarter turns, then a scaling, which resizes it
+    to a given size."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
     # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a view share
     # one grid, and so stay one tensor.
-    grid: tuple[int, int]    # rows and columns (H, W) of the maps after scaling
+    grid: tuple[int, int]    # that size, as rows and columns (H, W) of the maps
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
@@ -104,41 +104,6 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     return Geometry(flip, turns, (height, width))
 
 
-def ranks_and_rank() -> tuple[int, int]:
-    """(R, this rank), which is (1, 0) in a single process."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
-
-
-def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
-                         shared: torch.Generator) -> Geometry:
-    """Sample flips and turns for the `batch` images of this rank, which are not those of the
-    other ranks, and a grid that all ranks share. To this end every rank samples for all of
-    them, by a generator that has the same seed everywhere, and keeps its own part."""
-    ranks, rank = ranks_and_rank()
-    g = sample_geometry(ranks * batch, grid, elements, shared)
-    return g._replace(flip=g.flip.chunk(ranks)[rank], turns=g.turns.chunk(ranks)[rank])
-
-
-def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
-    # Proof, first without scalings: Q is a quarter turn, M the flip, and m1, m2 say who flips.
-    # Products act from right to left, so a view is Q^t M^m. As M Q = Q^-1 M,
-    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
-    # where s = -1 if m1 != m2, else 1.
-    flip = g1.flip ^ g2.flip
-    s = torch.where(flip, -1, 1)
-    turns = (g2.turns - s * g1.turns) % 4
-
-    # Then the scalings: P is the flip and turn of a view, Z1 and Z2 are the scalings, and the
-    # inverse of Z1 resizes back to the square, where it commutes with flips and turns:
-    #     g2 g1^-1 = Z2 P2 P1^-1 Z1^-1 = Z2 Z1^-1 P2 P1^-1 = Z2 P2 P1^-1,
-    # as Z2 ends with the same size either way. So it is, up to what resampling loses.
-    return Geometry(flip, turns, g2.grid)
-
-
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(B, C, h, w) -> (B, C, *size), of any dtype. Crops and rho share it (3.2), and so do
     position embeddings."""
@@ -159,8 +124,8 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # An image is flipped or not, then makes a half turn or not, then a quarter turn or not.
-    # The three answers go to the device together, as (B, 1, 1, 1) each.
+    # An image is flipped or not, then makes a half turn or not, then a quarter turn or not:
+    # turns = 2 * half + quarter. The answers, (B, 1, 1, 1) each, go to the device at once.
     moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
     moves = moves.to(x.device, non_blocking=True)
     flip, half, quarter = moves.view(3, -1, 1, 1, 1)
@@ -176,11 +141,48 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     return torch.where(quarter, resize(turned, size), resize(x, size))
 
 
+def relative(g2: Geometry, g1: Geometry) -> Geometry:
+    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
+    # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
+    # Proof, first without scalings: Q is a quarter turn, M the flip, and m1, m2 say who flips.
+    # Products act from right to left, so a view is Q^t M^m. As M Q = Q^-1 M,
+    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
+    # where s = -1 if m1 != m2, else 1.
+    flip = g1.flip ^ g2.flip
+    s = torch.where(flip, -1, 1)
+    turns = (g2.turns - s * g1.turns) % 4
+
+    # Now with scalings: a view is Z P, where P = Q^t M^m, and Z resizes to the view's grid.
+    # Z1^-1 resizes to the square that images had first, and commutes with flips and turns:
+    #     g2 g1^-1 = Z2 P2 P1^-1 Z1^-1 = Z2 Z1^-1 P2 P1^-1 = Z2 P2 P1^-1,
+    # as only the size of the last resize remains. What resampling loses is left out.
+    return Geometry(flip, turns, g2.grid)
+
+
+def ranks_and_rank() -> tuple[int, int]:
+    """(R, this rank), which is (1, 0) in a single process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
+                         shared: torch.Generator) -> Geometry:
+    """Sample flips and turns for the `batch` images of this rank, which are not those of the
+    other ranks, and a grid that all ranks share. To this end every rank samples for the images
+    of all ranks, by a generator that has the same seed everywhere, and keeps its own part."""
+    ranks, rank = ranks_and_rank()
+    g = sample_geometry(ranks * batch, grid, elements, shared)
+    flip = g.flip.chunk(ranks)[rank]
+    turns = g.turns.chunk(ranks)[rank]
+    return Geometry(flip, turns, g.grid)
+
+
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
 # the image and the epoch. The motions of b2, and the order of the jitter, depend on --seed and
-# the step. Nothing depends on the process that samples, so a run can be repeated and continued.
+# the step. The number of loader processes changes nothing, and a run can be repeated.
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
     return random.Random(repr(names)).getrandbits(63)
@@ -195,10 +197,11 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its own
     # share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one.
-    return math.floor(args.ratio * args.batch_size / ranks + 0.5)     # a half goes up
+    # `round` would take a half to the even number.
+    return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
-def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
+def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """Yield this rank's batches of the steps from `start` to before `end`, as lists of items
     (epoch, index, in_b2) for Dataset.__getitem__, first those of b1, then those of b2. The
     last, incomplete batch of an epoch is dropped."""
@@ -207,10 +210,10 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
     b1_total = size - ranks * b2_per_rank(args, ranks)
 
     for step in range(start, end):
-        epoch, number = divmod(step, images // size)     # batch `number` of the epoch
-        if step == start or number == 0:
-            order = torch.randperm(images, generator=rng(args.seed, "order", epoch))
-        batch = order[number * size:(number + 1) * size]
+        epoch, place = divmod(step, n_images // size)     # the batch's place in its epoch
+        if step == start or place == 0:
+            order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
+        batch = order[place * size:(place + 1) * size]
 
         # Both parts divide by R, as `check_settings` has made sure.
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
@@ -219,8 +222,8 @@ def batch_items(images: int, args: Namespace, start: int, end: int) -> Iterator[
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. The jitter is all of it that moves nothing, from the third row
-# on. The loader samples its numbers, too, and the device jitters a whole batch at once, where
+# The views. T is MoCo-v3's. We call its last four rows the jitter, which moves nothing.
+# The loader samples all numbers. The device jitters a whole batch at once, where
 # torchvision would jitter one image after the other.
 #
 #   T               made by   probability      range                      T_eq has
@@ -242,7 +245,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
 
 
 class ViewSettings(NamedTuple):
-    """What the augmentation of a view is sampled from."""
+    """The size of a view, and what differs between the views of T."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float                   # probabilities
@@ -268,8 +271,8 @@ class Augmentation(NamedTuple):
     blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
     solarize: bool | Tensor = False
 
-    def rows(self, part: slice) -> "Augmentation":
-        """Of a batch, what was sampled for some of its images."""
+    def of(self, part: slice) -> "Augmentation":
+        """Of a batch, what was sampled for a part of its images."""
         return Augmentation(*[field[part] for field in self])
 
 
@@ -398,30 +401,31 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for number, (pixels, aug) in enumerate(loaded):
+    for view, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image:
         # all images of a view share one, on all ranks, for speed.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view))
 
-        b1 = photometric(images[:B1], aug.rows(slice(B1)), order)
+        b1 = photometric(images[:B1], aug.of(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
-            shared = rng(args.seed, "geometry", step, number)
+            shared = rng(args.seed, "geometry", step, view)
             side = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, side, args.group, shared)
+            # Choice: geometry comes before the jitter, as in T; the paper names no order.
             moved = rho(g, images[B1:], args.patch_size)
-            b2 = photometric(moved, aug.rows(slice(B1, None)), order)
+            b2 = photometric(moved, aug.of(slice(B1, None)), order)
 
         views.append(View(b1, b2, g, aug, order))
     return views
 
 
-# The operations of the jitter, which a reader of the method may skip. They are torchvision's
-# and, for the blur, moco-v3's, but images (B, 3, h, w) in [0, 1] have a factor each,
-# (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+# The operations of the jitter, which a reader of the method may skip. They are those of
+# torchvision, but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1). A factor of 1,
+# or a hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -460,7 +464,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored.
+    moco-v3 has Pillow's blur, which approximates a Gaussian by boxes."""
     B, _, h, w = x.shape
     radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
     offsets = torch.arange(-radius, radius + 1, device=x.device)
@@ -544,8 +549,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), where h and w are multiples of the patch size. Maps, and [CLS]
-        beside them, are those after the blocks `layers`, which count from 1."""
+        """Encode (B, 3, h, w), where h and w are multiples of the patch size. `layers` are the
+        blocks, counted from 1, after which maps and, where it has entered, [CLS] are kept."""
         x = self.patch_embed["proj"](images)     # (B, D, H, W)
         H, W = x.shape[-2:]
         x = x + resize(self.pos_embed, (H, W))
@@ -581,7 +586,8 @@ class ViT(nn.Module):
 # not ours. It moves images itself, and then calls the same function.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice: LayerNorm, no biases and a hidden layer of the same width, as in the release.
+    # Choice, unlike 3.3: LayerNorm and no biases, as in the release. Choice: both layers
+    # have the same width.
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -649,6 +655,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         own = rank * len(z) + torch.arange(len(z), device=z.device)        # (B,)
         same = own[:, None] == torch.arange(len(keys), device=z.device)
         negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
+        # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
@@ -666,7 +673,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> torch.Tensor:
-    """L_equiv for a training that is not ours, whose images are not moved yet.
+    """L_equiv for a training that is not ours, whose images are not moved yet. ser.py does
+    not call it.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
     colour jitter of its own, and normalised. (In a training of ser.py, the motion comes before
@@ -688,8 +696,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 # SER does not ask what the invariance loss is. It runs the online encoder itself, as one pass
 # gives both the [CLS] for L_inv and the maps for L_equiv. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
-#     base(views, cls)         L_inv, a scalar; cls: the final [CLS] of each view, (B, D), by
-#                              the encoder. MoCo-v3 makes its keys from `views`
+#     base(views, cls)         L_inv, a scalar. cls has, for each view, the final [CLS] of the
+#                              encoder, (B, D). MoCo-v3 makes its keys from `views`
 #     base.update(progress)    called by `train` before every step, with step / steps
 def encode_view(encoder: ViT, view: View,
                 layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
@@ -716,8 +724,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns
-    MoCo-v3's factor, 2 * temperature, times the mean cross-entropy, which is ln(R B) at chance."""
+    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the mean
+    cross-entropy, ln(R B) at chance, times MoCo-v3's factor, 2 * temperature."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -811,36 +819,6 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# What argparse calls to read a number. Its message for others has the function's name, as in
-# "argument --ratio: invalid share value: '2'".
-def positive(text: str) -> float:
-    """A number above 0."""
-    return within(1e-9, 1e9, float(text))
-
-
-def nonnegative(text: str) -> float:
-    """A number from 0 on."""
-    return within(0, 1e9, float(text))
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    return within(0, 1, float(text))
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    return within(1, 1e9, int(text))
-
-
-def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is from low to high. Raises ValueError if it is not, or is nan.
-    No flag takes more than 1e9, so that infinity is refused."""
-    if not low <= value <= high:
-        raise ValueError(value)
-    return value
-
-
 # What replaces the defaults without --data, where images are synthetic.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
@@ -992,8 +970,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The images are known by their names, so their folder may move, and so may the run's own.
-    # The last three alter no number.
+    # Both folders may have moved, as images are known by their names. The other three settings
+    # change no result.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1007,17 +985,17 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-def distribute(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model in DDP and, on GPUs, with SyncBatchNorm, if there are several ranks."""
+def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """The model and, if there are several ranks, the same in DDP. On several GPUs it has
+    SyncBatchNorm, which CPUs do not have."""
     ranks, _ = ranks_and_rank()
     if ranks == 1:
-        return model
-    if device.type == "cuda":     # CPUs have no SyncBatchNorm
-        # It replaces the layers inside `model`, so that `train` has them in its model, too.
+        return model, model
+    if device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
     # augmentation stay on the CPU.
-    return nn.parallel.DistributedDataParallel(model)
+    return model, nn.parallel.DistributedDataParallel(model)
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
@@ -1038,7 +1016,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
-    parallel = distribute(model, device)
+    model, in_ddp = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
     settings = vars(args) | {
@@ -1065,10 +1043,10 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO.
+        # Forward. The seed is for base methods that sample there, such as DINO of paper/.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, args.bf16):
-            losses = parallel(views)
+            losses = in_ddp(views)
 
         # Backward and step.
         optimizer.zero_grad()
@@ -1121,7 +1099,8 @@ def checksum(names: Sequence[str]) -> str:
 
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
-    # Choice: its EXIF flag does not turn it, as in torchvision's ImageFolder.
+    # Choice: EXIF flags are ignored, as in torchvision's ImageFolder, so some photographs
+    # lie on their side.
     try:
         with Image.open(path) as image:
             if getattr(image, "is_animated", False) or image.mode.startswith(("I", "F")):
@@ -1166,12 +1145,42 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 
-def check_settings(args: Namespace, images: int, ranks: int) -> None:
+# What `arguments` names as types of flags. Argparse tells a user the name of the function that
+# refused a value, as in "argument --ratio: invalid share value: '2'".
+def positive(text: str) -> float:
+    """A number above 0, at least a billionth."""
+    return within(1e-9, 1e9, float(text))
+
+
+def nonnegative(text: str) -> float:
+    """A number from 0 on."""
+    return within(0, 1e9, float(text))
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return within(0, 1, float(text))
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    return within(1, 1e9, int(text))
+
+
+def within(low: float, high: float, value: Any) -> Any:
+    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. The types
+    above end at 1e9, so that infinity is refused."""
+    if not low <= value <= high:
+        raise ValueError(value)
+    return value
+
+
+def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
     """Exit with one sentence if settings do not fit each other, the images or ranks."""
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    fitting = min(size, images) // ranks * ranks     # the largest batch up to this one that fits
+    largest = min(size, n_images) // ranks * ranks     # up to `size`, that the ranks can share
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1183,8 +1192,8 @@ def check_settings(args: Namespace, images: int, ranks: int) -> None:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
     if size <= least_b2:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
-    if size != fitting:
-        sys.exit(f"--batch-size {size}: should be {fitting}; {images} images, {ranks} ranks")
+    if size != largest:
+        sys.exit(f"--batch-size {size}: should be {largest}; {n_images} images, {ranks} ranks")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
         sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
                  f"now b2 has {b2_total} of {size} images")

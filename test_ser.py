@@ -328,10 +328,10 @@ def check_view(view, images):
     n_b1 = len(view.b1)
     cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
     cut = torch.stack(cut) / 255
-    close(view.b1, ser.photometric(cut[:n_b1], aug.rows(slice(n_b1)), view.order))
+    close(view.b1, ser.photometric(cut[:n_b1], aug.of(slice(n_b1)), view.order))
     if view.b2 is not None:
         moved = slow_rho(view.geometry, cut[n_b1:], 4)
-        close(view.b2, ser.photometric(moved, aug.rows(slice(n_b1, None)), view.order))
+        close(view.b2, ser.photometric(moved, aug.of(slice(n_b1, None)), view.order))
 
 
 def toy_views(step=0, **changes):
@@ -1037,8 +1037,8 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, wanted, folder
 def test_batch_norm_is_that_of_all_gpus(kind, ranks, wanted, monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
-    model = ser.build(toy())
-    assert ser.distribute(model, torch.device(kind)) is model
+    model, in_ddp = ser.distribute(ser.build(toy()), torch.device(kind))
+    assert in_ddp is model
     norms = [m for m in model.modules() if isinstance(m, (nn.SyncBatchNorm, nn.BatchNorm1d))]
     assert {type(norm) for norm in norms} == {wanted}
 

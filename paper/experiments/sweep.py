@@ -82,7 +82,7 @@ def check(args: Namespace, given: list[str]) -> None:
         program = importlib.import_module(run.script.split()[-1].removesuffix(".py"))
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
-        ser.check_settings(settings, images=settings.batch_size, ranks=1)
+        ser.check_settings(settings, n_images=settings.batch_size, ranks=1)
 
 
 def call(words: list[str], args: Namespace) -> None:
