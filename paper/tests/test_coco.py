@@ -85,8 +85,10 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     line = f"--data {tmp_path} --checkpoint {path} --workers 0 --size 32 --iterations 4"
     args = coco.settings(f"{line} --batch-size 4 --save-every 2".split())
     seen = []     # of each image its width, and whether it was flipped
+    seeds = []
 
     def look(_, given):
+        seeds.append(torch.initial_seed())     # of flips and proposals
         for image, target in zip(*given):
             left, top, right, bottom = target["boxes"][0].int().tolist()
             coloured = image[1, 31].nonzero()
@@ -96,6 +98,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
 
     def train(name):
         seen.clear()
+        seeds.clear()
         model = coco.detector(ser.load_encoder(path), 91, args).train()
         model.register_forward_pre_hook(look)
         data = coco.photos(args, "train2017", train=True)
@@ -107,7 +110,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     first, second = whole.view(2, 8).tolist()
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert first != second, "all epochs have one order"
-    assert 0 < sum(flips) < 16
+    assert 0 < sum(flips) < 16 and len(set(seeds)) == 4
     group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
     assert (group["lr"], group["weight_decay"]) == (coco.lr_at(3, args), 0.1)
 
@@ -119,13 +122,16 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert widths.tolist() == second and same(parts, weights)
 
     shares = []
-    seeds = set()
+    drawn = set()
+    wrapped = []
     for rank in range(2):
         become_rank(monkeypatch, rank)
+        monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",
+                            lambda model: lambda *given: wrapped.append(1) or model(*given))
         widths, *_ = train(f"rank{rank}")
-        seeds.add(torch.initial_seed())     # of flips and proposals in the last step
+        drawn |= set(seeds)
         shares.append(widths.view(4, 2))
-    assert len(seeds) == 2
+    assert len(drawn) == len(wrapped) == 8
     batches = torch.cat(shares, dim=1)
     assert same(batches.sort().values, whole.view(4, 4).sort().values)
 
@@ -164,7 +170,8 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, Namespace(size=32, seed=0))
-    assert (model.transform.size_divisible, model.transform.max_size) == (16, 53)
+    assert (model.transform.min_size, model.transform.max_size) == ((32,), 53)
+    assert model.transform.size_divisible == 16
     assert model.rpn.anchor_generator.sizes == [(8,), (16,), (32,), (64,), (128,)]
     assert not any(p.requires_grad for p in encoder.parameters())
     x = torch.rand(1, 3, 32, 48)

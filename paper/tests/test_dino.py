@@ -36,9 +36,9 @@ def test_each_view_learns_from_the_other_and_the_center_moves_after_its_use():
     losses = model(views)
     found = {"inv": losses["inv"], "center": base.center}
     close(found, {"inv": wanted.detach(), "center": center.detach()})
-    weights = list(base.head.parameters())
+    weights = [*base.encoder.blocks[2].parameters(), *base.head.parameters()]     # after L_equiv
     gradients = torch.autograd.grad(losses["loss"], weights)
-    close(gradients, torch.autograd.grad(wanted, weights))
+    close(gradients, torch.autograd.grad(wanted, weights), 1e-4)
 
 
 def test_the_head_begins_as_dinos_and_gives_cosines_in_full_precision():

@@ -43,8 +43,10 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     keys = []
     monkeypatch.setattr(eval_linear, "Seeded", lambda data, *key: keys.append(key) or data)
     model = model_of(tmp_path)
+    seeds = set()     # of stochastic depth
+    model.register_forward_pre_hook(lambda *_: seeds.add(torch.initial_seed()))
     train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
-    assert keys == [(0, 0), (0, 1)]
+    assert keys == [(0, 0), (0, 1)] and len(seeds) == 6
 
     plain = model_of(tmp_path)
     above = {"head": 0, "encoder.norm": 0, "encoder.blocks.2": 1, "encoder.blocks.1": 2,

@@ -118,6 +118,17 @@ def test_all_that_is_trained_gets_a_gradient_and_nothing_else(name):
         assert rests or p.grad.ne(0).any(), key
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_second_loss_reaches_the_encoder(name):
+    model, views = toy_on_views(name)
+    model.base.update(0.5)
+    weight = model.base.encoder.blocks[0].attn["qkv"].weight
+    found = []
+    for model.weight in (0.0, 0.7):
+        found += torch.autograd.grad(model(views)["loss"], weight)
+    assert (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
+
+
 @pytest.mark.parametrize("name", ADDONS)
 @pytest.mark.parametrize("layer", [2, 4])
 def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):

@@ -1,21 +1,19 @@
 """The training that shows README's loss."""
-import functools
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+import torchvision.transforms.functional as TF
 
 timm = pytest.importorskip("timm")
 
 import eval_linear
 import ser
 from paper.experiments import pasted
-from paper.tests.toys import CLASSES, become_rank, class_folders, readme_table
-from test_ser import close, noise, seeded, sentence, slow_info_nce
+from paper.tests.toys import CLASSES, class_folders, readme_table
+from test_ser import close, noise, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
 def train(root, weight, *flags, batch=6):
@@ -31,6 +29,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     args, model = train(tmp_path, 0.1)
     _, zero = train(tmp_path, 0)
     assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
+    assert zero.project[1].weight.grad.eq(0).all() and zero.head[0].weight.grad.ne(0).any()
 
     parse = eval_linear.parse
     monkeypatch.setattr(eval_linear, "parse", lambda words: parse([*words, "--workers", "0"]))
@@ -82,15 +81,37 @@ def test_without_motion_the_loss_is_another_one(tmp_path, monkeypatch):
     assert seen == 2 * [0, (0, 0, 0.1), (0.5, 0, 0.1), 1, (1, 1000, 0.1), (1.5, 1000, 0.1)]
 
 
-def test_views_are_imagenettes_and_two_ranks_share_the_16_images(tmp_path, monkeypatch):
+def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     torch.manual_seed(0)
-    *_, first, second = pasted.four_views(Image.new("RGB", (90, 70), "teal"))
-    assert not torch.equal(first, second) and pasted.CROP.transforms[0].scale == (0.2, 1.0)
+    views = pasted.four_views(TF.to_pil_image(pixels(3, 70, 90)))
+    assert len({view.sum().item() for view in views}) == 4
+    assert pasted.CROP.transforms[0].scale == (0.2, 1.0)
+
+
+def pasted_rank(rank, ranks, root):
+    """What tells apart the images of a step, the numbers of images, the seed, and the weights."""
+    ser.setup()
+    forward = pasted.Model.forward
+    seen = []
+
+    def look(model, x1, x2, images1, *more):
+        assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
+        seen.append((x1.flatten(1).sum(1).tolist(), len(images1), torch.initial_seed()))
+        return forward(model, x1, x2, images1, *more)
+
+    pasted.Model.forward = look
+    pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
+    _, model = train(root, 0.1, batch=36)
+    return seen, model.state_dict()
+
+
+def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     class_folders(tmp_path / "train", per_class=6)
-    become_rank(monkeypatch, 1)
-    monkeypatch.setattr(pasted.Model, "forward", lambda _, x1, x2, images1, *more: sys.exit(
-        f"{len(x1)}, {len(images1)}, seed {torch.initial_seed()}"))
-    assert sentence(functools.partial(train, batch=36), tmp_path, 0.1) == "18, 8, seed 1"
+    (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
+    for (images1, *own1), (images2, *own2), epoch in zip(seen1, seen2, (0, 1), strict=True):
+        assert (own1, own2) == ([8, 1000 * epoch], [8, 1000 * epoch + 1])
+        assert len({*images1, *images2}) == 36
+    assert same(weights1, weights2)
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():

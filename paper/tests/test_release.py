@@ -1,5 +1,6 @@
 """The gradients of the authors' code, where SER_RELEASE names a clone of it."""
 import os
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ def test_lambda_reaches_our_model(monkeypatch):
     monkeypatch.setattr(release.ser, "build", told)
     b1, b2 = noise(2, 4, 3, 224, 224)
     assert sentence(release.ours, b1, b2, 10_000) == "lambda 10000, moved alike: False"
+
+
+def test_both_lambdas_see_the_same_images(monkeypatch):
+    calls = []
+    for name in ("theirs", "ours"):
+        monkeypatch.setattr(release, name, lambda *given: calls.append(given) or dict.fromkeys(
+            ("encoder", "projector"), torch.zeros(1)))
+    monkeypatch.setattr(release, "dist", MagicMock())
+    release.main(release.settings(["--release", "R"]))
+    assert [weight for *_, weight in calls] == 2 * [0, 10_000]
+    assert all(same(given[:2], calls[0][:2]) for given in calls)
 
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")

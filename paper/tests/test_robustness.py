@@ -19,6 +19,8 @@ from test_ser import pixels, sentence, write_image
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     """Of the paper's, too; "nan" is what is missing."""
+    tilt, = [line for line in table("P", {"tilt": (1, 2)}, 9).splitlines() if "tilt" in line]
+    assert tilt.split()[1:] == ["1.00", "2.00", "67.58", "68.60", "87.48", "88.17"]
     results = {name: (float(place), 90.0) for place, name in enumerate(SETS["C"])}
     del results["gaussian_noise/3"]
     lines = table("C", results, 9).splitlines()

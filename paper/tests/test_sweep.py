@@ -86,7 +86,9 @@ def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
         script.settings(["--data", "D", *flags.split()])
 
 
-def test_no_rot90_leaves_out_rot90():
+def test_runs_do_what_they_are_called():
+    for run in sweep.LISTS["lambda"]:
+        assert ser.parse(run.flags.split()).weight == float(run.name.removeprefix("lambda-"))
     groups = {run.name: ser.parse(run.flags.split()).group for run in sweep.LISTS["group"]}
     assert groups == {"no-rot90": ["hflip", "scale"], "no-rot90-hflip": ["scale"],
                       "no-rot90-scale": ["hflip"]}
