@@ -13,10 +13,9 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
---knn and --equivariance add their results to those of other flags. With equivariance, the
-untrained encoder that the run began with is evaluated as well. Without --data, images are
-synthetic, --cache is always on, and the equivariance of turns is always measured, after f1 or,
-in a plain ViT, after the first block.
+--equivariance adds its results to those of other flags, and evaluates the untrained encoder
+that the run began with as well. Without --data, images are synthetic, --cache is always on,
+and the equivariance of turns is always measured, after f1 or, in a plain ViT, after block 1.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights. eval.jsonl has a line for each
@@ -83,7 +82,7 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says. For synthetic images, --cache is set last, as nobody asked for it.
+    # As the table above says. That synthetic images set --cache asks for no heads.
     asks_for_heads = args.mlp or args.cache
     args.with_heads = asks_for_heads or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
@@ -143,10 +142,9 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... of the training classes `classes`; none: of those that are
-    there. A label is the place of CLASS among `classes`. ImageFolder's own labels would be the
-    places among the folders that are there, which may be fewer, or be called 0, 1, ..., as in
-    ImageNet-V2, where it would sort 10 before 2."""
+    """The images root/CLASS/... A label is the place of CLASS among the training classes,
+    `classes`, of which a set may have but some. The folders of ImageNet-V2 are called by the
+    labels, 0, 1, ..., in place of the classes. Without `classes`, the folders are the classes."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -170,6 +168,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         return Sets([str(label) for label in range(6)], train, None, {"val": val})
 
     train = Path(args.data, "train")
+    # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
     random_crops = class_folder(train, random_crop)
     centre = eval_transform(size)
@@ -375,12 +374,12 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     return right.float().mean().item()
 
 
-def sample_moving(element: str, part: int, images: int, grid: int) -> Geometry:
-    """A motion of each image, by one kind. Every image is turned or flipped, as the tokens of one
+def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
+    """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
     that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(images, grid, (element,), ser.rng(element, part, 2))     # of view 2
+    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
-        g = g._replace(turns=1 + torch.arange(images) % 3)
+        g = g._replace(turns=1 + torch.arange(n) % 3)
     if element == "hflip":
         g = g._replace(flip=torch.ones_like(g.flip))
     return g
@@ -549,8 +548,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> list[dict]:
-    """Rows of `places`, which are pairs of an element and a block, by 512 images, spread over
-    val, as folders are sorted by class. All ranks do the same."""
+    """Rows of `places`, which are pairs of an element and a block. All ranks do the same."""
+    # Choice: 512 images, spread over val, as folders are sorted by class.
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255

@@ -21,7 +21,7 @@ Usage:
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
 (3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we
-depart from it, in eight places, which paper/README.md lists as well. "The release" is the
+depart from it, in nine places, which paper/README.md lists as well. "The release" is the
 authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -60,7 +60,7 @@ from tqdm import tqdm
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`. They
 # need math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist, and
-# typing.NamedTuple.
+# typing.NamedTuple, so that they write torch.Tensor.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
@@ -72,7 +72,7 @@ class Geometry(NamedTuple):
 
     # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a view share
     # one grid, and so stay one tensor.
-    grid: tuple[int, int]    # that size, as rows and columns (H, W) of the maps
+    grid: tuple[int, int]    # the size after the scaling, rows and columns (H, W) of maps
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
@@ -125,7 +125,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
     # An image is flipped or not, then makes a half turn or not, then a quarter turn or not:
-    # turns = 2 * half + quarter. The answers, (B, 1, 1, 1) each, go to the device at once.
+    # turns = 2 * half + quarter. These flags, (B, 1, 1, 1) each, go to the device at once.
     moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
     moves = moves.to(x.device, non_blocking=True)
     flip, half, quarter = moves.view(3, -1, 1, 1, 1)
@@ -143,19 +143,18 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # g flips if exactly one of the views flips. It turns by t2 - t1 or, if it flips, by t2 + t1.
-    # Proof, first without scalings: Q is a quarter turn, M the flip, and m1, m2 say who flips.
-    # Products act from right to left, so a view is Q^t M^m. As M Q = Q^-1 M,
+    # Let view i be flipped (m_i = 1) or not (m_i = 0), and then make t_i quarter turns. With M for
+    # the flip and Q for a quarter turn, that is Q^t_i M^m_i, read from right to left. As
+    # M Q = Q^-1 M, and without scalings,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
-    # where s = -1 if m1 != m2, else 1.
+    # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Now with scalings: a view is Z P, where P = Q^t M^m, and Z resizes to the view's grid.
-    # Z1^-1 resizes to the square that images had first, and commutes with flips and turns:
-    #     g2 g1^-1 = Z2 P2 P1^-1 Z1^-1 = Z2 Z1^-1 P2 P1^-1 = Z2 P2 P1^-1,
-    # as only the size of the last resize remains. What resampling loses is left out.
+    # A scaling resizes to a grid, so of several the last one counts. To undo that of view 1
+    # is to resize to a square, which can come after flips and turns as well as before. Then
+    # the scaling of view 2 follows at once, and it alone counts, up to what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -223,8 +222,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 
 # The views. T is MoCo-v3's. We call its last four rows the jitter, which moves nothing.
-# The loader samples all numbers. The device jitters a whole batch at once, where
-# torchvision would jitter one image after the other.
+# The loader samples the crops, flips and jitters, `make_views` the motions of b2 and the
+# order of the jitter. The device jitters a whole batch at once, where torchvision would
+# jitter one image after the other. MoCo-v3 flips last, which makes no difference.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -401,21 +401,21 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for view, (pixels, aug) in enumerate(loaded):
+    for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image:
         # all images of a view share one, on all ranks, for speed.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         b1 = photometric(images[:B1], aug.of(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
-            shared = rng(args.seed, "geometry", step, view)
+            shared = rng(args.seed, "geometry", step, number)
             side = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, side, args.group, shared)
-            # Choice: geometry comes before the jitter, as in T; the paper names no order.
+            # Choice: the motion comes before the jitter. The paper names no order.
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.of(slice(B1, None)), order)
 
@@ -423,67 +423,10 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# The operations of the jitter, which a reader of the method may skip. They are those of
-# torchvision, but images (B, 3, h, w) in [0, 1] have a factor each, (B, 1, 1, 1). A factor of 1,
-# or a hue shift of 0, leaves an image as it is, bit for bit.
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black, or away from it."""
-    return (factor * x).clamp(0, 1)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image, or away from it."""
-    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-    return mean.lerp(x, factor).clamp(0, 1)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel, or away from it."""
-    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    # Where several channels are the largest, the hue is that of red, or else of green.
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # The usual closed form of HSV gives each channel back:
-    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored.
-    moco-v3 has Pillow's blur, which approximates a Gaussian by boxes."""
-    B, _, h, w = x.shape
-    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # A convolution in B groups has a kernel for each channel, so the images become channels.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
-    return x.transpose(0, 1)
-
-
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D), where N counts [CLS], too, once it has entered.
-    Its parameters have timm's names."""
+    """A pre-norm transformer block on (B, N, D) or, once [CLS] has entered, (B, 1 + N, D). Its
+    parameters have timm's names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -573,10 +516,21 @@ class ViT(nn.Module):
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 
+def encode_view(encoder: ViT, view: View,
+                layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
+    """The final [CLS] of a view, (B, D), b1 then b2, for L_inv; and layer -> map, of b2 alone,
+    for L_equiv."""
+    of_b1 = encoder(view.b1)
+    if view.b2 is None:
+        return of_b1.cls, {}
+    of_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
+    return torch.cat([of_b1.cls, of_b2.cls]), of_b2.maps
+
+
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
-# ranks, as in the formula of 3.3. (Appendix A.4 speaks of other places of an image, too.)
+# ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
 #
 # Anchors, positives and negatives carry gradient. In the release all tokens, the anchors
 # among them, come out of a gather without gradient before they are compared (builder/moco.py,
@@ -604,9 +558,9 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        # A rank's x entered the loss of every rank, so its gradient is the sum of the gradients
-        # of all these losses. The loss of the whole batch is their mean, but we do not divide by
-        # R, as DDP does so when it averages the gradients of the ranks.
+        # A rank's x entered the loss of every rank, so its gradient is the sum over all these
+        # losses. The loss of the whole batch is their mean. We do not divide by R here, because
+        # DDP does it later, when it averages the gradients of the ranks.
         ranks, rank = ranks_and_rank()
         total = gradient.contiguous().clone()
         dist.all_reduce(total)
@@ -699,17 +653,6 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 #     base(views, cls)         L_inv, a scalar. cls has, for each view, the final [CLS] of the
 #                              encoder, (B, D). MoCo-v3 makes its keys from `views`
 #     base.update(progress)    called by `train` before every step, with step / steps
-def encode_view(encoder: ViT, view: View,
-                layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """The final [CLS] of a view, (B, D), b1 then b2, for L_inv; and layer -> map, of b2 alone,
-    for L_equiv."""
-    of_b1 = encoder(view.b1)
-    if view.b2 is None:
-        return of_b1.cls, {}
-    of_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
-    return torch.cat([of_b1.cls, of_b2.cls]), of_b2.maps
-
-
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
@@ -724,8 +667,9 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the mean
-    cross-entropy, ln(R B) at chance, times MoCo-v3's factor, 2 * temperature."""
+    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns
+    2 * temperature, MoCo-v3's factor, times the mean cross-entropy. That is ln(R B) at chance,
+    before the factor."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -736,7 +680,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021), with its values. A momentum copy of encoder and projector
+    """MoCo-v3 (Chen et al. 2021) with its settings. A momentum copy of encoder and projector
     makes keys. This projector is not that of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
@@ -795,8 +739,8 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean and
-        # all keys, as in the release. In two means, each of 24 images in b2 would weigh as much
-        # as 84 of the 2,024 in b1.
+        # all keys, as in the release. With two means, an image of b2 would weigh 84 times as much
+        # as one of b1, if 24 are in b2 and 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -812,7 +756,7 @@ class SER(nn.Module):
         total = 0.0
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            h1 = maps1[layer]
+            h1 = maps1[layer]     # f1(x1), if this is the last layer of f1
             h2 = maps2[layer]
             total = total + align_and_contrast(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
@@ -878,7 +822,8 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
     args = parser.parse_args(argv)
 
     if args.ratio == 0:
-        args.equiv_layers = []     # no projectors: DDP demands a gradient for every weight
+        # There is no L_equiv without b2, and DDP refuses projectors that nothing trains.
+        args.equiv_layers = []
     if args.warmup_epochs >= args.epochs:     # Choice: a short run warms up for a tenth
         args.warmup_epochs = args.epochs / 10
     return args
@@ -1016,7 +961,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer, as they begin or from the last checkpoint.
     model = build(args).to(device)
-    model, in_ddp = distribute(model, device)
+    model, wrapped = distribute(model, device)
     optimizer = make_optimizer(model, args)
 
     settings = vars(args) | {
@@ -1046,7 +991,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         # Forward. The seed is for base methods that sample there, such as DINO of paper/.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, args.bf16):
-            losses = in_ddp(views)
+            losses = wrapped(views)
 
         # Backward and step.
         optimizer.zero_grad()
@@ -1069,7 +1014,64 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, what is printed and drawn ========
+# ==== 9. Around it: jitter operations, files, synthetic images, checks, output ========
+# The operations of the jitter are those of torchvision, but images (B, 3, h, w) in [0, 1]
+# have a factor each, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it
+# is, bit for bit.
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards black, or away from it."""
+    return (factor * x).clamp(0, 1)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the mean gray of the image, or away from it."""
+    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+    return mean.lerp(x, factor).clamp(0, 1)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the gray of each pixel, or away from it."""
+    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` of a full circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    # Where several channels are the largest, the hue is that of red, or else of green.
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # The usual closed form of HSV gives each channel back:
+    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    # where the offset is 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike 4.1: a Gaussian, cut off; MoCo-v3's is Pillow's, which approximates it.
+    B, _, h, w = x.shape
+    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # A convolution in B groups has a kernel for each channel, so the images become channels.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
+    return x.transpose(0, 1)
+
+
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as paths or pixels, and a checksum of their names."""
     if not args.data:
@@ -1180,7 +1182,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    largest = min(size, n_images) // ranks * ranks     # up to `size`, that the ranks can share
+    largest = min(size, n_images) // ranks * ranks     # batch that the ranks can share
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1208,7 +1210,7 @@ def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO
     log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
-    # L_equiv at chance is that of embeddings that are all equal, on a square grid.
+    # We call L_equiv "at chance" where all embeddings are equal. Here the grid is square.
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     layers = f"[CLS] enters after block {args.cls_layer}"
