@@ -54,8 +54,10 @@ def test_the_split_is_that_of_the_list(args):
     assert drawn == set(listed(["02747177/a"], range(50)))
 
 
-def test_the_command(args, tmp_path):
+def test_the_command(args, tmp_path, capsys):
     path = toy_checkpoint(tmp_path, dim=64)
     call(bench3die, "--data", args.data, "--split", args.split, "--checkpoint", path,
          "--epochs", "40", "--batch-size", "8", "--workers", "0")
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
+    told = " ".join(capsys.readouterr().out.split())
+    assert "paper: MoCo-v3 68.43 91.96" in told and "AugSelf 64.97 90.73" in told

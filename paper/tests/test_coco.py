@@ -112,7 +112,8 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert first != second, "all epochs have one order"
     assert 0 < sum(flips) < 16 and len(set(seeds)) == 4
     group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
-    assert (group["lr"], group["weight_decay"]) == (coco.lr_at(3, args), 0.1)
+    last = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[-1])
+    assert (group["lr"], last["lr"], group["weight_decay"]) == (*2 * [coco.lr_at(3, args)], 0.1)
 
     (tmp_path / "parts.jsonl").write_text("kept\n")
     with stopped_after_3(monkeypatch):
@@ -158,12 +159,18 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
     assert precision(7) == pytest.approx([0.2, 1, 0])
     assert precision(0, n=0) == [0, 0, 0]
 
-    found = []
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda _, own: found.extend(own))
-    for rank in range(2):
+    gathered = []
+
+    def gather(parts, own):
+        gathered.append(own)
+        parts[:] = gathered
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for rank in (1, 0):
         become_rank(monkeypatch, rank)
-        precision(0)
-    assert [one["image_id"] for one in found] == [1, 2]
+        found = precision(0)
+    assert [[one["image_id"] for one in own] for own in gathered] == [[2], [1]]
+    assert found == pytest.approx([1, 1, 1])
 
 
 def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
@@ -177,6 +184,7 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     x = torch.rand(1, 3, 32, 48)
     assert [found.shape[2] for found in model.backbone(x).values()] == [32, 16, 8, 4, 2]
 
+    assert all(level[2] is not level[4] for level in model.backbone.levels)
     model.backbone.levels[2] = torch.nn.Identity()
     tokens = encoder(x, [3]).maps[3].movedim(1, -1)
     wanted = encoder.norm(tokens).movedim(-1, 1)

@@ -39,7 +39,8 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
     run("--from-timm", tmp_path / "timm.pth", out, *flags)
     with torch.no_grad():
         assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
-    assert torch.load(out, weights_only=True)["settings"]["data"]     # evaluations ask for --data
+    settings = torch.load(out, weights_only=True)["settings"]
+    assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
 
 
 def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):

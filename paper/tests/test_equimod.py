@@ -40,12 +40,13 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
 
 def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
     args = settings("equimod", "--image-size 28")
-    image = pixels(3, 50, 32)
     key = 1, 0, False
-    *two, (plain, record) = equimod.dataset(image[None], args)[key]
-    assert same(plain, image[:, 11:39, 2:30])
-    assert record == Augmentation()
-    assert same(two, ser.two_views(image[None], args)[key])
+    high = pixels(3, 50, 32)
+    for image, centre in ((high, high[:, 11:39, 2:30]), (high.mT, high.mT[:, 2:30, 11:39])):
+        *two, (plain, record) = equimod.dataset(image[None], args)[key]
+        assert same(plain, centre)
+        assert record == Augmentation()
+        assert same(two, ser.two_views(image[None], args)[key])
 
 
 def test_each_view_finds_its_prediction_among_all_and_back():

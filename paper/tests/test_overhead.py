@@ -70,20 +70,20 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch, capsys
 
 
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
-    """b takes 1.5 and 2 times as long as a; the round that does not count, 100 s a side."""
-    seconds = {("a", 1): 2.0, ("b", 1): 3.0, ("a", 2): 6.0, ("b", 2): 12.0}
+    """b takes 1.5, 2 and 9 times as long as a; the round that does not count, 100 s a side."""
+    seconds = dict(a1=2.0, b1=3.0, a2=6.0, b2=12.0, a3=1.0, b3=9.0)
     clock = [0.0]
     called = []
 
     def side(name, number):
         called.append(name)
-        clock[0] += seconds.get((name, number), 100)
+        clock[0] += seconds.get(f"{name}{number}", 100)
 
     monkeypatch.setattr(overhead.time, "perf_counter", lambda: clock[0])
-    overhead.compare({name: partial(side, name) for name in "ab"}, 2, 12)
-    assert called == ["a", "b", "b", "a", "a", "b"]
+    overhead.compare({name: partial(side, name) for name in "ab"}, 3, 12)
+    assert called == ["a", "b", "b", "a", "a", "b", "b", "a"]
     second = capsys.readouterr().out.splitlines()[1].split()
-    assert second[:7] == ["b", "7.5000", "s", "1.6", "images/s", "1.750x", "(1.500-2.000)"]
+    assert second[:7] == ["b", "9.0000", "s", "1.3", "images/s", "2.000x", "(1.500-9.000)"]
 
 
 def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatch, capsys):

@@ -74,11 +74,13 @@ def test_without_motion_the_loss_is_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: seen.append(epoch))
     monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
         (epoch, torch.initial_seed(), adamw.param_groups[0]["weight_decay"])))
-    _, moved = train(tmp_path, 0.1)
+    _, moved = train(tmp_path, 0.1, "--seed", "2")
     (tmp_path / "out-0.1/last.pt").unlink()
-    _, still = train(tmp_path, 0.1, "--group")
+    _, still = train(tmp_path, 0.1, "--seed", "2", "--group")
     assert not torch.equal(moved.project[1].weight, still.project[1].weight)
-    assert seen == 2 * [0, (0, 0, 0.1), (0.5, 0, 0.1), 1, (1, 1000, 0.1), (1.5, 1000, 0.1)]
+    first, second = 2_000_000, 2_001_000     # the seeds of the epochs
+    assert seen == 2 * [0, (0, first, 0.1), (0.5, first, 0.1), 1, (1, second, 0.1),
+                        (1.5, second, 0.1)]
 
 
 def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():

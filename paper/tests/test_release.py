@@ -45,6 +45,14 @@ def test_both_lambdas_see_the_same_images(monkeypatch):
     assert all(same(given[:2], calls[0][:2]) for given in calls)
 
 
+def test_our_gradients_are_of_the_encoder_and_the_projector_of_l_equiv(monkeypatch):
+    model = MagicMock()
+    monkeypatch.setattr(release.ser, "build", lambda args: model)
+    monkeypatch.setattr(release, "gradient", lambda module: module)
+    found = release.ours(*noise(2, 4, 3, 224, 224), 0)
+    assert found == {"encoder": model.base.encoder, "projector": model.projectors}
+
+
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")
 def test_a_gather_with_gradient_would_bring_it_back(capsys, monkeypatch):
     found = table(capsys)

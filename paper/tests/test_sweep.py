@@ -89,6 +89,9 @@ def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
 def test_runs_do_what_they_are_called():
     for run in sweep.LISTS["lambda"]:
         assert ser.parse(run.flags.split()).weight == float(run.name.removeprefix("lambda-"))
+    for run in sweep.LISTS["layers"]:
+        if run.name.startswith("CLS-"):
+            assert ser.parse(["--data=D", *run.flags.split()]).cls_layer == int(run.name[4:])
     groups = {run.name: ser.parse(run.flags.split()).group for run in sweep.LISTS["group"]}
     assert groups == {"no-rot90": ["hflip", "scale"], "no-rot90-hflip": ["scale"],
                       "no-rot90-scale": ["hflip"]}
@@ -99,14 +102,14 @@ def test_rows_are_means_over_evaluations():
     place = {"encoder": "trained", "weights": "w", "images": "i", "set": "val"}
     linear = place | {"classes": 6, "block": 3, "measure": "linear top-1 %"}
     turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}
-    found = [linear | {"value": value} for value in (10, 30, 20)]
+    found = [linear | {"value": value} for value in (10, 60, 20)]
     found += [turns, turns | {"block": 5}, turns | {"encoder": "untrained"}]
     for run, names in (("SER", ["SER", "SER", "untrained"]), ("control", ["control", "control"])):
         rows = sweep.means(found, run, 4, (2, 4))
         assert [row.pop("run") for row in rows] == names
         kept = {"weights": "w", "images": "i", "set": "val", "seed": 4}
         assert rows[0] == kept | {"classes": 6, "block": 3, "measure": "linear top-1 %",
-                                  "value": 20, "values": [10, 30, 20]}
+                                  "value": 30, "values": [10, 60, 20]}
         assert [(row["block"], row["values"]) for row in rows[1:]] == (len(rows) - 1) * [(2, [0.5])]
 
 
@@ -114,7 +117,7 @@ def test_the_table_has_means_and_differences_within_a_seed():
     """The differences -1, -1 have no spread, though the values have. Of several groups of classes
     the first counts, which is that of all."""
     rows = []
-    for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 0, 50), ("b", 1, 52)):
+    for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 1, 52), ("b", 0, 50)):
         for measure, block, number in (("20-NN top-1 %", 6, value), ("20-NN top-1 %", 6, 0),
                                        ("cosine", 2, value / 100)):
             rows.append(dict(run=run, seed=seed, measure=measure, block=block, value=number))

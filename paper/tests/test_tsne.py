@@ -59,7 +59,9 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
         torch.testing.assert_close(x, features[sample, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)
-        found = values(tmp_path / "one/tsne.json", encoder=name, classes=4)
+        assert panel.get_title() == "{}: silhouette {:.3f}, purity {:.3f}".format(name, *wanted)
+        weights = eval_linear.fingerprint(ser.load_encoder(run))
+        found = values(tmp_path / "one/tsne.json", encoder=name, classes=4, weights=weights)
         assert list(found) == ["silhouette", "20-NN purity"]
         assert tuple(found.values()) == pytest.approx(wanted, abs=1e-5)
         assert panel.collections[0].get_array().tolist() == colours.tolist()
