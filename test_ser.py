@@ -834,12 +834,14 @@ def test_the_log_has_the_rate_of_the_bar():
 
 def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
     shown = []
-    monkeypatch.setattr(ser, "save_image", lambda x, path, nrow: shown.extend(x if nrow == 2 else []))
+    monkeypatch.setattr(ser, "save_image", lambda x, path, **columns: shown.append((x, columns)))
     x1, x2 = toy_views()
     ser.save_views("", (x1, x2), 4)
 
     moved = slow_rho(relative(x2.geometry, x1.geometry), x1.b2, 4)
-    found = ser.normalise(torch.stack(shown))
+    (pixels, columns), = shown
+    assert columns == {"nrow": 2}
+    found = ser.normalise(pixels)
     close(found[0::2], moved)
     close(found[1::2], x2.b2)
 

@@ -61,8 +61,9 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     assert rates == [1e-3] * 10
 
 
+@pytest.mark.parametrize("flags, layers", [([], (1, 3)), (["--layers", "2"], (2,))])
 def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
-        tmp_path, monkeypatch, capsys):
+        flags, layers, tmp_path, monkeypatch, capsys):
     spread = []
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
@@ -74,15 +75,15 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
         return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
 
     monkeypatch.setattr(transformations, "probe", sums)
-    monkeypatch.setattr(transformations, "PAPER_LAYERS", [2, 3])
+    monkeypatch.setattr(transformations, "PAPER_LAYERS", [1, 3])
     path = Path(toy_checkpoint(tmp_path))
     call(transformations, "--data", tmp_path, "--checkpoint", path, "--workers", "0",
-         "--images", "16", "--seed", "70000", "--layers", "2", "3")
-    assert capsys.readouterr().out.count("78.68") == 1     # of flips, by SER
+         "--images", "16", "--seed", "70000", *flags)
+    assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
     rows = path.with_name("transformations.json")
     encoder = ser.load_encoder(path)
     encoders = {"trained": encoder, "untrained": ser.seeded_encoder(toy())}
-    for (name, encoder), layer in product(encoders.items(), (2, 3)):
+    for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
