@@ -385,7 +385,7 @@ def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
     return g
 
 
-def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
+def colour_jitter(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
     of training, and normalise them."""
     def sample(middle: float, width: float) -> Tensor:
@@ -559,7 +559,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> li
     rows = []
     for element, block in places:
         maps = partial(map_after, encoder, block)
-        change = partial(jitter, generator=ser.rng("jitter", element))
+        change = partial(colour_jitter, generator=ser.rng("jitter", element))
         values = {
             f"{element} cosine": cosine(maps, images, patch, element),
             f"{element} retrieval": retrieval(maps, images, patch, element),
@@ -583,7 +583,7 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    # Where equivariance is measured: turns after f1, or all motions after every block.
+    # Choice: equivariance is measured after f1, where L_equiv is, unless all blocks are wanted.
     places = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
         places = list(product(ser.ELEMENTS, range(1, run.depth + 1)))

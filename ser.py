@@ -19,10 +19,11 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
-(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where we
-depart from it, in nine places, which paper/README.md lists as well. "The release" is the
-authors' code, github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method, but for its jitter, in 9. What the paper prescribes has
+its section in brackets, as (3.1), or after `Paper:`. `Choice:` marks what it leaves
+open, and `Choice, unlike` where we depart from it, in nine places, which
+paper/README.md lists as well. "The release" is the authors' code,
+github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -58,15 +59,16 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`. They
-# need math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist, and
-# typing.NamedTuple, so that they write torch.Tensor.
+# Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
+# end of 4. They need math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed
+# as dist, and typing.NamedTuple, and no other name, which is why they write torch.Tensor.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling, which resizes it
-    to a given size."""
+    to a given size. If view 1 has 12 x 16 tokens and view 2 has 15 x 13, g takes the map of
+    view 1 to 15 x 13."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -125,7 +127,7 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
     # An image is flipped or not, then makes a half turn or not, then a quarter turn or not:
-    # turns = 2 * half + quarter. These flags, (B, 1, 1, 1) each, go to the device at once.
+    # turns = 2 * half + quarter. These flags, (B, 1, 1, 1) each, go to the device together.
     moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
     moves = moves.to(x.device, non_blocking=True)
     flip, half, quarter = moves.view(3, -1, 1, 1, 1)
@@ -152,9 +154,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # A scaling resizes to a grid, so of several the last one counts. To undo that of view 1
-    # is to resize to a square, which can come after flips and turns as well as before. Then
-    # the scaling of view 2 follows at once, and it alone counts, up to what resampling loses.
+    # Of several scalings, which resize to a given grid, the last one counts. So that of view 1
+    # leaves no trace but what resampling loses, and g ends with the grid of view 2.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -222,9 +223,10 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 
 # The views. T is MoCo-v3's. We call its last four rows the jitter, which moves nothing.
-# The loader samples the crops, flips and jitters, `make_views` the motions of b2 and the
-# order of the jitter. The device jitters a whole batch at once, where torchvision would
-# jitter one image after the other. MoCo-v3 flips last, which makes no difference.
+# An image takes this way: `batch_items` chooses it for b1 or b2, `Dataset` loads it, and
+# `crop_and_sample` makes its views, and samples their jitter. On the device, `make_views`
+# samples the motions of b2, makes them, and jitters a whole batch at once, where torchvision
+# would jitter one image after the other. MoCo-v3 flips last, which makes no difference.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -536,7 +538,7 @@ def encode_view(encoder: ViT, view: View,
 # among them, come out of a gather without gradient before they are compared (builder/moco.py,
 # lines 956 and 1067), so that L_equiv trains nothing. README has a command that shows it.
 #
-# SER calls `align_and_contrast`. `equivariance_loss`, at the end, is for trainings that are
+# SER calls `l_equiv`. `equivariance_loss`, at the end, is for trainings that are
 # not ours. It moves images itself, and then calls the same function.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
@@ -613,7 +615,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
-def align_and_contrast(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+def l_equiv(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                        temperature: float = 0.3) -> torch.Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
     W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
@@ -643,7 +645,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     g2 = sample_rank_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return align_and_contrast(project, relative(g2, g1), h1, h2, temperature)
+    return l_equiv(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -667,9 +669,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns
-    2 * temperature, MoCo-v3's factor, times the mean cross-entropy. That is ln(R B) at chance,
-    before the factor."""
+    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the
+    mean cross-entropy, which is ln(R B) at chance, times 2 * temperature, MoCo-v3's factor."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -758,7 +759,7 @@ class SER(nn.Module):
             project = self.projectors[str(layer)]
             h1 = maps1[layer]     # f1(x1), if this is the last layer of f1
             h2 = maps2[layer]
-            total = total + align_and_contrast(project, g, h1, h2, self.temperature)
+            total = total + l_equiv(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -781,9 +782,9 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # The paper's main setting has 3 for both. To move L_equiv to block 6, give --cls-layer 6
-    # --equiv-layers 6. Choice: for the last block, after which [CLS] cannot enter, give
-    # --cls-layer 0 --equiv-layers 12. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
+    # The paper's main setting has 3 for both, so that L_equiv is after f1. To move both to block
+    # 6, give --cls-layer 6 --equiv-layers 6. Choice: for the last block, after which [CLS] cannot
+    # enter, give --cls-layer 0 --equiv-layers 12. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -972,6 +973,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
+    # The loader runs once, over all steps that are left.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1150,8 +1152,8 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 # What `arguments` names as types of flags. Argparse tells a user the name of the function that
 # refused a value, as in "argument --ratio: invalid share value: '2'".
 def positive(text: str) -> float:
-    """A number above 0, at least a billionth."""
-    return within(1e-9, 1e9, float(text))
+    """A number above 0."""
+    return within(sys.float_info.min, 1e9, float(text))
 
 
 def nonnegative(text: str) -> float:
@@ -1182,7 +1184,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    largest = min(size, n_images) // ranks * ranks     # batch that the ranks can share
+    largest_batch = min(size, n_images) // ranks * ranks     # that the ranks can share
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1194,8 +1196,9 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
     if size <= least_b2:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
-    if size != largest:
-        sys.exit(f"--batch-size {size}: should be {largest}; {n_images} images, {ranks} ranks")
+    if size != largest_batch:
+        sys.exit(f"--batch-size {size}: should be {largest_batch}; {n_images} images, "
+                 f"{ranks} ranks")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
         sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
                  f"now b2 has {b2_total} of {size} images")

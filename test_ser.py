@@ -857,7 +857,7 @@ def test_the_defaults_are_the_papers():
     assert paper.items() <= found.items()
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
-    for loss in (patch_ntxent, ser.align_and_contrast, ser.equivariance_loss):
+    for loss in (patch_ntxent, ser.l_equiv, ser.equivariance_loss):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]
@@ -1077,7 +1077,7 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
         colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
         assert eval_linear.retrieval(colours, images, 4) > 0.95
-    jitter = functools.partial(eval_linear.jitter, generator=ser.rng("any"))
+    jitter = functools.partial(eval_linear.colour_jitter, generator=ser.rng("any"))
     assert eval_linear.retrieval(colours, shown, 4, change=jitter) < 0.1
     with pytest.raises(ValueError, match="square"):
         eval_linear.retrieval(f1, images[..., :8], 4)
