@@ -1,6 +1,5 @@
 """AugSelf: what it predicts, in closed form, and its loss."""
 import torch
-import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from paper.methods import augself
@@ -22,14 +21,13 @@ def test_the_loss_is_the_mean_over_both_orders_of_the_views():
     model, views = toy_on_views("augself")
     first, second = [view.augmentation for view in views]
     f1, f2 = list(noise(2, 12, 16).requires_grad_())
-    forth = torch.cat([f1, f2], dim=1)
-    back = torch.cat([f2, f1], dim=1)
+    both_orders = torch.cat([torch.cat([f1, f2]), torch.cat([f2, f1])], dim=1)
     total = 0.0
     for task in ("crop", "color"):
         difference = getattr(augself, f"{task}_difference")
         head = model.heads[task]
         assert layers(head) == "Linear:1 BatchNorm1d:2 ReLU:0 " * 2 + "Linear:2"
-        said = head(torch.cat([forth, back])).tanh()
+        said = head(both_orders).tanh()
         targets = torch.cat([difference(first, second), difference(second, first)])
-        total = total + F.mse_loss(said, targets)
+        total = total + torch.nn.functional.mse_loss(said, targets)
     check_gradients(model.equivariance_loss([f1, f2], views), total, [f1, f2])

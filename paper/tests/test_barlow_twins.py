@@ -1,8 +1,6 @@
 """Every claim of paper/methods/barlow_twins.py."""
 import pytest
 import torch
-from pytest import approx
-from torch import nn
 
 from paper.methods import barlow_twins
 from paper.tests.test_methods import check_gradients, layers, settings, toy
@@ -37,16 +35,16 @@ def test_the_loss_is_the_papers_on_standardised_features():
 def test_the_rate_ends_at_a_thousandth_of_its_peak(epoch, rate):
     """8e-4 at batch 2048, after a warmup of 10 epochs."""
     args = barlow_twins.settings(["--data", "some"])
-    optimizer = barlow_twins.optimizer(nn.Linear(2, 1), args)
+    optimizer = barlow_twins.optimizer(torch.nn.Linear(2, 1), args)
     barlow_twins.schedule(optimizer, args, epoch)
-    assert optimizer.param_groups[0]["lr"] == approx(rate)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_the_gradient_of_k_l_inv_is_clipped_for_each_parameter():
-    model = nn.Linear(2, 1)
+    model = torch.nn.Linear(2, 1)
     optimizer = barlow_twins.optimizer(model, settings("barlow_twins"))
     model.weight.grad = torch.tensor([[3.0, 4.0]]) / 24
     model.bias.grad = torch.tensor([0.1]) / 24
     optimizer.step()
-    assert model.weight.grad[0].tolist() == approx([0.18, 0.24], rel=1e-4)
-    assert model.bias.grad.item() == approx(0.1)
+    assert model.weight.grad[0].tolist() == pytest.approx([0.18, 0.24], rel=1e-4)
+    assert model.bias.grad.item() == pytest.approx(0.1)

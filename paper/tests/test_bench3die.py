@@ -1,6 +1,4 @@
 """What paper/evaluations/bench3die.py promises, on coloured squares in the layout of 3DIEBench."""
-from argparse import Namespace
-
 import numpy
 import pytest
 from PIL import Image
@@ -28,7 +26,7 @@ def args(tmp_path_factory):
             image = Image.new("RGB", (16, 16), (0, 0, 250))
             image.paste((20 * number, 5 * view, 0), (1, 1, 15, 15))
             image.save(root / name / f"image_{view}.jpg", quality=100, subsampling=0)
-    return Namespace(data=str(root), split=str(split))
+    return bench3die.settings(["--data", str(root), "--split", str(split), "--checkpoint", "C"])
 
 
 def seen(item):

@@ -1,7 +1,6 @@
 """Encoders go to timm and come from it with equal outputs."""
 import pytest
 import torch
-from torch.testing import assert_close
 
 import ser
 from paper.experiments import convert
@@ -37,8 +36,7 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
     torch.save(state, tmp_path / "timm.pth")
     out = tmp_path / "new" / "last.pt"
     run("--from-timm", tmp_path / "timm.pth", out, *flags)
-    with torch.no_grad():
-        assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
+    torch.testing.assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
     settings = torch.load(out, weights_only=True)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
 
@@ -49,10 +47,8 @@ def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
     vit = shaken_timm(4)
     pytest.importorskip("timm").models.load_checkpoint(vit, str(tmp_path / "timm.pth"))
     run("--from-timm", tmp_path / "timm.pth", tmp_path / "back.pt")
-    back = ser.load_encoder(tmp_path / "back.pt")
-    with torch.no_grad():
-        assert_close(vit(IMAGES), ser.load_encoder(path)(IMAGES).cls)
-        assert_close(back(IMAGES).cls, vit(IMAGES))
+    for ours in (path, tmp_path / "back.pt"):
+        torch.testing.assert_close(ser.load_encoder(ours)(IMAGES).cls, vit(IMAGES))
 
 
 def test_timms_models_have_the_heads_that_are_known():
@@ -60,8 +56,7 @@ def test_timms_models_have_the_heads_that_are_known():
     for size in ("tiny", "small", "base", "large"):
         with torch.device("meta"):
             vit = timm.create_model(f"vit_{size}_patch16_224")
-        heads = convert.KNOWN[vit.embed_dim, len(vit.blocks)]
-        assert heads == vit.blocks[0].attn.num_heads, size
+        assert convert.KNOWN[vit.embed_dim, len(vit.blocks)] == vit.blocks[0].attn.num_heads, size
 
 
 def test_unknown_heads_are_asked_for(tmp_path, monkeypatch):

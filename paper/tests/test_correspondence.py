@@ -1,7 +1,6 @@
 """What paper/evaluations/correspondence.py promises."""
 import pytest
 import torch
-import torch.nn.functional as F
 
 import eval_linear
 import ser
@@ -20,10 +19,9 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     def colours(x, layers):
         return ser.Encoded(None, {layer: x for layer in layers}, None)
 
-    tokens = found(colours, torch.stack([still, moved]), 1)
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
-    assert tokens.equal(wanted)
+    assert found(colours, torch.stack([still, moved]), 1).equal(wanted)
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
@@ -35,7 +33,6 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
     call(correspondence, "--data", val, "--checkpoint", moco, ours, "--label", "MoCo-v3", "SER")
 
-    panels = figures[0].axes
     for number in range(3):
         image = ser.read_image(f"{val}/n{number:02}/{number:03}.png")
         photo = eval_linear.eval_transform(16)(image) / 255
@@ -45,9 +42,9 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         wanted = {"photograph": shown, "turned, other colours": copy}
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
             tokens = found(ser.load_encoder(path), copies(photo, number), 2)
-            seen = F.interpolate(tokens[None, None].float(), (32, 32))[0] > 0
+            seen = tokens.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1)
             wanted[f"{name}: {tokens.sum()} of 16"] = torch.where(seen, copy, 0.8 + 0.2 * copy)
 
-        for panel, (title, picture) in zip(panels[4 * number:], wanted.items()):
+        for panel, (title, picture) in zip(figures[0].axes[4 * number:], wanted.items()):
             assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))

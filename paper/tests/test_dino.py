@@ -3,9 +3,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from pytest import approx
-from torch import nn
 
 import ser
 from paper.methods import dino
@@ -28,9 +25,7 @@ def test_each_view_learns_from_the_other_and_the_center_moves_after_its_use():
     wanted = 0.0
     for t, s in ((t1, s2), (t2, s1)):
         p_t = ((t - before) / base.tau_t).softmax(1).detach()
-        p_s = (s / 0.1).softmax(1)
-        cross_entropy = -(p_t * p_s.log()).sum(1)
-        wanted = wanted + cross_entropy.mean() / 2
+        wanted = wanted + torch.nn.functional.cross_entropy(s / 0.1, p_t) / 2
     center = 0.9 * before + 0.1 * torch.cat([t1, t2]).mean(0)
 
     losses = model(views)
@@ -47,7 +42,7 @@ def test_the_head_begins_as_dinos_and_gives_cosines_in_full_precision():
     assert layers(head.mlp) == "Linear:2 GELU:0 Linear:2 GELU:0 Linear:2"
     for layer, width in zip(head.mlp[::2], (128, 128, 256)):
         assert layer.out_features == width
-        assert layer.weight.std().item() == approx(0.02, rel=0.1)
+        assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
         assert layer.weight.abs().max() > 0.05 and layer.bias.eq(0).all()
 
     lengths, rows = head.last.parametrizations.weight.parameters()
@@ -56,7 +51,7 @@ def test_the_head_begins_as_dinos_and_gives_cosines_in_full_precision():
     with torch.autocast("cpu", torch.bfloat16):
         features = head.mlp(x).float()
         found = head(x)
-    close(found, F.cosine_similarity(features[:, None], rows[None], dim=-1))
+    close(found, torch.cosine_similarity(features[:, None], rows[None], dim=-1))
 
 
 @pytest.mark.parametrize("progress, momentum, tau_t", [
@@ -66,14 +61,14 @@ def test_the_teacher_begins_as_the_student_and_follows_it(progress, momentum, ta
     flags = ("--epochs 9 --teacher-temp-epochs 6 --first-teacher-temp 0.02 --teacher-temp 0.06 "
              "--momentum 0.98")
     base = dino.build(settings("dino", flags)).base
-    student = nn.ModuleList([base.encoder, base.head])
-    teacher = nn.ModuleList([base.teacher, base.teacher_head])
+    student = torch.nn.ModuleList([base.encoder, base.head])
+    teacher = torch.nn.ModuleList([base.teacher, base.teacher_head])
     before = copy.deepcopy(student)
     for p in student.parameters():
         p.data += 1
 
     base.update(progress)
-    assert base.tau_t == approx(tau_t)
+    assert base.tau_t == pytest.approx(tau_t)
     for (name, p), slow in zip(before.named_parameters(), teacher.parameters(), strict=True):
         close({name: slow}, {name: p + 1 - momentum})
 
@@ -96,10 +91,11 @@ def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay,
     names = {p: name for name, p in trained(model).items()}
     before = {}
     for group in optimizer.param_groups:
-        assert group["lr"] == approx(rate, rel=1e-4)
+        assert group["lr"] == pytest.approx(rate, rel=1e-4)
         for p in group["params"]:
             name = names.pop(p)
-            assert group["weight_decay"] == approx(decay if p.dim() > 1 else 0, rel=1e-4), name
+            wanted = decay if p.dim() > 1 else 0
+            assert group["weight_decay"] == pytest.approx(wanted, rel=1e-4), name
             p.grad = torch.full(p.shape, 0.01 * len(before) + 0.01)     # norms from 0.1 to 46
             before[name] = p.detach().clone(), p.grad.clone()
     assert not names, "what is trained is not optimized"
@@ -110,5 +106,4 @@ def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay,
         rests = frozen and "head.last" in name
         assert torch.equal(p, weight) == rests, name
         if not rests:
-            clipped = gradient * min(1, 0.2 / gradient.norm().item())
-            close({name: p.grad}, {name: clipped})
+            close({name: p.grad}, {name: gradient * min(1, 0.2 / gradient.norm().item())})

@@ -18,22 +18,19 @@ def test_the_parameters_of_known_augmentations():
     both = default_collate([made, Augmentation()])
     view = View(None, None, None, both, torch.tensor([2, 0, 3, 1]))
     found = equimod.parameters(view) * equimod.STD + equimod.MEAN
-    wanted = torch.tensor([
+    close(found, torch.tensor([
         [*box, 1, 2, 0, 3, 1, *factors, 1, 1, 1.5, 1],
-        [0, 0, 1, 1, 0, 0, 0, 1, 2, 3, *neutral, 0, 0, 0, 0]])
-    close(found, wanted)
+        [0, 0, 1, 1, 0, 0, 0, 1, 2, 3, *neutral, 0, 0, 0, 0]]))
 
 
 def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
     image = torch.empty(3, 375, 500, device="meta")
     data = ser.two_views([image] * 1200, equimod.settings(["--data", "x"]))
-    views = default_collate([data[0, i, False] for i in range(1200)])
+    drawn = default_collate([data[0, i, False] for i in range(1200)])
     order = torch.rand(1200, 4, generator=seeded(5)).argsort(1)     # of each image
-    found = []
-    for _, aug in views:
-        view = View(None, None, None, aug, order)
-        found.append(equimod.parameters(view))
-    std, mean = torch.std_mean(torch.cat(found), dim=0)
+    views = [View(None, None, None, aug, order) for _, aug in drawn]
+    found = torch.cat([equimod.parameters(view) for view in views])
+    std, mean = torch.std_mean(found, dim=0)
     close(mean, torch.zeros(18), 0.08)
     close(std, torch.ones(18), 0.07)
 
@@ -60,10 +57,8 @@ def test_each_view_finds_its_prediction_among_all_and_back():
 
     y1, y2, y0 = [heads["project"](x) for x in f]
 
-    values = torch.cat([equimod.parameters(view) for view in views[:2]])
-    p = heads["action"](values)
-    pairs = torch.cat([y0.repeat(2, 1), p], dim=1)
-    yhat = heads["predict"](pairs)
+    p = heads["action"](torch.cat([equimod.parameters(view) for view in views[:2]]))
+    yhat = heads["predict"](torch.cat([y0.repeat(2, 1), p], dim=1))
     y = torch.cat([y1, y2])
     both_ways = slow_info_nce(y, yhat, 0.3) + slow_info_nce(yhat, y, 0.3)
     check_gradients(model.equivariance_loss(f, views), both_ways / 2, f)

@@ -1,7 +1,5 @@
 """What paper/evaluations/finetune.py promises, and what the evaluations share."""
 import shutil
-from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch.utils.data import TensorDataset
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.evaluations.finetune import Classifier, settings, train
 from paper.tests.toys import (
     call, check_stochastic_depth, class_folders, stopped_after_3, toy_checkpoint, values)
 from test_ser import close, pixels, run_ranks, same, sentence
@@ -21,13 +18,13 @@ QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0".split()
 
 def model_of(folder, drop_path=0.0):
     torch.manual_seed(0)
-    return Classifier(ser.load_encoder(toy_checkpoint(folder)), 6, drop_path)
+    return finetune.Classifier(ser.load_encoder(toy_checkpoint(folder)), 6, drop_path)
 
 
 def test_the_recipe_is_plain_and_has_mae_s_rates():
     recipe = dict(epochs=50, warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05,
                   layer_decay=0.75, drop_path=0.1, label_smoothing=0.1)
-    assert recipe.items() <= vars(settings(["--data", "D", "--checkpoint", "C"])).items()
+    assert recipe.items() <= vars(finetune.settings(["--data", "D", "--checkpoint", "C"])).items()
 
 
 def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):
@@ -43,7 +40,7 @@ def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     """At .75 ** (layers above) times its rate; only matrices decay; 2 of 26 images are not used."""
     words = "--label-smoothing 0.25 --weight-decay 20 --base-lr 0.05 --seed 3"
-    args = settings([*QUICK, *words.split()])
+    args = finetune.settings([*QUICK, *words.split()])
     assert args.warmup_epochs == 0.2
     args.warmup_epochs = 1
     images = pixels(26, 3, 16, 16)
@@ -53,7 +50,7 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     model = model_of(tmp_path)
     seeds = set()     # of stochastic depth
     model.register_forward_pre_hook(lambda *_: seeds.add(torch.initial_seed()))
-    train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
+    finetune.train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
     assert keys == [(3, 0), (3, 1)] and len(seeds) == 6
 
     plain = model_of(tmp_path)
@@ -105,7 +102,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
     whole, _ = done
     data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
-    features, labels = eval_linear.extract(encoder, data, settings(QUICK))
+    features, labels = eval_linear.extract(encoder, data, finetune.settings(QUICK))
     head = weights_of(whole)
     logits = F.linear(features[:, -16:], head["head.weight"], head["head.bias"])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
@@ -130,7 +127,7 @@ def test_a_finished_head_is_not_scored_on_other_images_or_settings(
     assert log and log == (whole / "finetune.jsonl").read_text()
 
     assert "finetune_epochs" in sentence(call, finetune, *line, "--epochs", "3")
-    Path(moved, "train/n00/000.png").rename(Path(moved, "train/n00/other.png"))
+    (moved / "train/n00/000.png").rename(moved / "train/n00/other.png")
     assert "checksum" in sentence(call, finetune, *line)
 
 
@@ -153,8 +150,8 @@ def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (3, 0))
     given = (eval_linear.Checkpoint(None, "weights", 7, {}), list("123456789"))
     for size in (8, 12):
-        told = sentence(training_settings, "any", Namespace(batch_size=size), *given)
+        told = sentence(training_settings, "any", ser.Namespace(batch_size=size), *given)
         assert "3 ranks" in told and "9 images" in told
-    own = training_settings("any", Namespace(batch_size=9, seed=4, out="O"), *given)
+    own = training_settings("any", ser.Namespace(batch_size=9, seed=4, out="O"), *given)
     assert own == dict(any_batch_size=9, any_seed=4, any_checkpoint="weights", any_ranks=3,
                        any_images=9, any_checksum_of_names=ser.checksum("123456789"))

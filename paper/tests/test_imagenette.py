@@ -1,7 +1,6 @@
 """The comparison on imagenette: its runs, their rows, and what it shows of them."""
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
 from test_ser import sentence
 
-ROWS = str(Path(ser.__file__).with_name("paper") / "experiments/imagenette.json")
+ROWS = imagenette.__file__.removesuffix("py") + "json"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
        "--epochs 20 --warmup-epochs 1 --base-lr 2e-3 --workers 8 --log-every 10 --seed 1 --bf16")
@@ -43,7 +42,7 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
 
 
 def test_copies_are_centre_squares(tmp_path):
-    Path(tmp_path, "D/train/n01").mkdir(parents=True)
+    (tmp_path / "D/train/n01").mkdir(parents=True)
     image = Image.new("RGB", (30, 20), "red")
     image.paste("blue", (5, 0, 25, 20))     # the square in the centre
     image.save(tmp_path / "D/train/n01/1.png")
@@ -82,8 +81,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     # Copies of other images, and two rows of one run and seed, are no results of this run.
     other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
     assert "18 px of" in sentence(imagenette.main, other)
-    larger = imagenette.settings([*argv[:-1], "20"])
-    assert "18 px of" in sentence(imagenette.main, larger)
+    assert "18 px of" in sentence(imagenette.main, imagenette.settings([*argv[:-1], "20"]))
     path = str(out / "SER-4/rows.json")
     twice = ["--show", path, path, "--out", str(out), *argv[4:]]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
@@ -144,12 +142,8 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
-            run = column
-            line = title
-            if title in RUNS:
-                run = RUNS[title]
-                line = column.replace("OWN", title)
-            line = printed_title(line)
+            run = RUNS.get(title, column)
+            line = printed_title(column.replace("OWN", title) if title in RUNS else title)
             shown = numbers(cell, 100 if "retrieval" in line else 1)
             wanted = printed[line][run]
             if "±" not in cell:

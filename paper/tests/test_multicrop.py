@@ -22,11 +22,7 @@ def test_l_equiv_is_added_over_the_global_pair_and_the_two_local_pairs():
     assert all(max(view.geometry.grid) <= 3 for view in views[2:])     # of 2 x 2, scaled
     plain = ser.SER(model.base, [1], temperature=model.temperature)
     plain.projectors = model.projectors
-    equiv = 0.0
-    for start in (0, 2, 4):
-        equiv = equiv + plain(views[start:start + 2])["equiv"]
+    equiv = sum(plain(views[start:start + 2])["equiv"] for start in (0, 2, 4))
     cls = [ser.encode_view(model.base.encoder, view)[0] for view in views]
     inv = model.base(views, cls)
-
-    loss = inv + 0.7 * equiv
-    close(model(views), {"loss": loss, "inv": inv.detach(), "equiv": equiv})
+    close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv})

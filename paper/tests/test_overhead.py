@@ -87,16 +87,12 @@ def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
 
 
 def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatch, capsys):
-    sides = []
-
-    def training_step(flags):
-        args = ser.parse(["--data", "given", *flags])
-        sides.append((args.ratio, args.cls_layer, args.batch_size, args.bf16))
-        return lambda number: None
-
-    monkeypatch.setattr(overhead, "training_step", training_step)
+    made = create_autospec(overhead.training_step, return_value=lambda number: None)
+    monkeypatch.setattr(overhead, "training_step", made)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
     line = "--rows step --rounds 3 --bf16 --batch-size 24"
     overhead.time_steps(overhead.settings(line.split()))
-    assert sides == [(0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
+    sides = [ser.parse(["--data", "given", *one.args[0]]) for one in made.call_args_list]
+    assert [(side.ratio, side.cls_layer, side.batch_size, side.bf16) for side in sides] == [
+        (0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
     assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 24\n"

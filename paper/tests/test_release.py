@@ -4,10 +4,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import nn
 
 from paper.experiments import release
-from test_ser import noise, same, sentence
+from test_ser import noise, same
 
 CLONE = os.environ.get("SER_RELEASE")
 
@@ -18,20 +17,12 @@ def table(capsys):
 
 
 def test_a_gradient_is_that_of_all_parameters():
-    layer = nn.Linear(1, 1)
+    layer = torch.nn.Linear(1, 1)
     assert len(release.gradient(layer)) == 0
     layer.weight.grad = torch.full((1, 1), 3.0)
     assert release.gradient(layer).tolist() == [3]
     layer.bias.grad = torch.full((1,), -4.0)
     assert release.gradient(layer).tolist() == [3, -4]
-
-
-def test_lambda_reaches_our_model(monkeypatch):
-    told = lambda args: lambda views: release.sys.exit(
-        f"lambda {args.weight:g}, moved alike: {same(views[0].geometry, views[1].geometry)}")
-    monkeypatch.setattr(release.ser, "build", told)
-    b1, b2 = noise(2, 4, 3, 224, 224)
-    assert sentence(release.ours, b1, b2, 10_000) == "lambda 10000, moved alike: False"
 
 
 def test_both_lambdas_see_the_same_images(monkeypatch):
@@ -45,12 +36,17 @@ def test_both_lambdas_see_the_same_images(monkeypatch):
     assert all(same(given[:2], calls[0][:2]) for given in calls)
 
 
-def test_our_gradients_are_of_the_encoder_and_the_projector_of_l_equiv(monkeypatch):
-    model = MagicMock()
-    monkeypatch.setattr(release.ser, "build", lambda args: model)
+def test_ours_are_the_gradients_of_lambda_on_views_of_two_motions(monkeypatch):
+    """Of the encoder, and of the projector of L_equiv."""
+    build = MagicMock()
+    monkeypatch.setattr(release.ser, "build", build)
     monkeypatch.setattr(release, "gradient", lambda module: module)
-    found = release.ours(*noise(2, 4, 3, 224, 224), 0)
+    found = release.ours(*noise(2, 4, 3, 224, 224), 10_000)
+    model = build.return_value
     assert found == {"encoder": model.base.encoder, "projector": model.projectors}
+    assert build.call_args.args[0].weight == 10_000
+    first, second = model.call_args.args[0]
+    assert not same(first.geometry, second.geometry)
 
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")

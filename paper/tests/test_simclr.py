@@ -4,8 +4,7 @@ from test_ser import noise, slow_info_nce
 
 
 def test_the_loss_finds_each_view_among_the_other_views_of_all_images():
-    model = toy("simclr")
-    base = model.base
+    base = toy("simclr").base
     cls = list(noise(2, 12, 16).requires_grad_())
     assert layers(base.head) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1 BatchNorm1d:0"
     z1, z2 = [base.head(x) for x in cls]

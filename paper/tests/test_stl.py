@@ -9,10 +9,9 @@ from test_ser import noise, pixels, same, sentence, slow_info_nce
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
     """Of squeezed images. Flip, blur and solarization are an image's own, as T samples them."""
-    args = settings("stl", "--solarize 0.5 0.5 --blur 1 1")
     source = [pixels(3, 30, 20), pixels(3, 18, 40)] * 3
     keys = [(3, index, False) for index in (4, 1, 5, 2)]     # of epoch 3
-    data = stl.dataset(source, args)
+    data = stl.dataset(source, settings("stl", "--solarize 0.5 0.5 --blur 1 1"))
     found = data.__getitems__(keys)
     for place, (_, index, _) in enumerate(keys):
         square = ser.resize(source[index][None], (16, 16))[0]
@@ -34,19 +33,16 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name
 
     def moved(f, codes):
-        partners = codes[[1, 0, 3, 2]]
-        matrices = heads["hyper"](partners).view(4, 16, 16)
+        matrices = heads["hyper"](codes[[1, 0, 3, 2]]).view(4, 16, 16)     # of the partners
         return (matrices @ f[:, :, None])[:, :, 0]
 
     def both_ways(a, b):
         return slow_info_nce(a, b.detach(), 0.4) + slow_info_nce(b, a.detach(), 0.4)
 
-    read = heads["read"]
-    embed = heads["embed"]
-    t12 = read(torch.cat([f1, f2], dim=1))
-    t21 = read(torch.cat([f2, f1], dim=1))
-    z = torch.cat([embed(f1), embed(f2)])
-    z_moved = torch.cat([embed(moved(f2, t21)), embed(moved(f1, t12))])
+    t12 = heads["read"](torch.cat([f1, f2], dim=1))
+    t21 = heads["read"](torch.cat([f2, f1], dim=1))
+    z = torch.cat([heads["embed"](f1), heads["embed"](f2)])
+    z_moved = torch.cat([heads["embed"](moved(f2, t21)), heads["embed"](moved(f1, t12))])
 
     codes = torch.cat([t12, t21])
     u_even = heads["embed_code"](codes[0::2])

@@ -30,6 +30,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
         if own := re.search(r"/layer-(\d+)-3", settings.out):     # [CLS] enters after it, or at 0
             assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
+        assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
         assert "all-layers" not in settings.out or len(model.projectors) == 12
     assert len(trained) == len(lines) / 2 >= 4
     assert name != "r" or list(trained.values()) == [0.005, 0.02, 0, 0.01]
@@ -38,9 +39,8 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")     # equimod, which is imported
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     run_scripts_here(monkeypatch, 1)
-    of_ser = sweep.Run("SER", "--ratio .25", 69)
     of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
-    monkeypatch.setattr(sweep, "SHARED", [of_ser])
+    monkeypatch.setattr(sweep, "SHARED", [sweep.Run("SER", "--ratio .25", 69)])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
     class_folders(tmp_path / "train", per_class=3)
     class_folders(tmp_path / "val", per_class=1, seed=6)
@@ -63,9 +63,8 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 
     # Rows of other weights or images, and of an evaluation by hand, change nothing.
     row = theirs[-1]
-    by_hand = row["settings"] | {"val": "elsewhere"}
     theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
-    theirs += [row | {"settings": by_hand, "value": 0}]
+    theirs += [row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0}]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     sweep.main(sweep.settings(argv))
     log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
@@ -89,9 +88,6 @@ def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
 def test_runs_do_what_they_are_called():
     for run in sweep.LISTS["lambda"]:
         assert ser.parse(run.flags.split()).weight == float(run.name.removeprefix("lambda-"))
-    for run in sweep.LISTS["layers"]:
-        if run.name.startswith("CLS-"):
-            assert ser.parse(["--data=D", *run.flags.split()]).cls_layer == int(run.name[4:])
     groups = {run.name: ser.parse(run.flags.split()).group for run in sweep.LISTS["group"]}
     assert groups == {"no-rot90": ["hflip", "scale"], "no-rot90-hflip": ["scale"],
                       "no-rot90-scale": ["hflip"]}

@@ -1,6 +1,5 @@
 """What paper/evaluations/transformations.py promises."""
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,10 +20,8 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     found = version_features(encoder, TensorDataset(images, images), [1, 3], 0)
     for version in range(5):
         flip = torch.full((70,), version == 4)
-        turns = torch.full((70,), version % 4)
-        g = ser.Geometry(flip, turns, (4, 4))
-        moved = ser.rho(g, ser.normalise(images / 255), 4)
-        maps = encoder(moved, [1, 3]).maps
+        g = ser.Geometry(flip, torch.full((70,), version % 4), (4, 4))
+        maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
         for place, layer in enumerate([1, 3]):
             close(found[:, version, place], maps[layer].mean((2, 3)).detach(), 1e-4)
 
@@ -48,9 +45,8 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     test[:, versions] = test[:, versions[::-1]]
     assert probe(train, test, versions, 0) <= 50
 
-    train = labelled(50, 1, 0.0)
-    test = labelled(40, 2, 0.0)
-    assert probe(train, test, versions, 0) == pytest.approx(100 / len(versions))
+    guessed = probe(labelled(50, 1, 0.0), labelled(40, 2, 0.0), versions, 0)
+    assert guessed == pytest.approx(100 / len(versions))
 
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
@@ -68,23 +64,21 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
         data = eval_linear.class_folder(tmp_path / split, eval_linear.eval_transform(16))
-        places = torch.linspace(0, 17, n).long()
-        spread.append(Subset(data, places.tolist()))
+        spread.append(Subset(data, torch.linspace(0, 17, n).long().tolist()))
 
     def sums(train, test, versions, seed):
         return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
 
     monkeypatch.setattr(transformations, "probe", sums)
     monkeypatch.setattr(transformations, "PAPER_LAYERS", [1, 3])
-    path = Path(toy_checkpoint(tmp_path))
+    path = toy_checkpoint(tmp_path)
     call(transformations, "--data", tmp_path, "--checkpoint", path, "--workers", "0",
          "--images", "16", "--seed", "70000", *flags)
     assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
-    rows = path.with_name("transformations.json")
-    encoder = ser.load_encoder(path)
-    encoders = {"trained": encoder, "untrained": ser.seeded_encoder(toy())}
+    encoders = {"trained": ser.load_encoder(path), "untrained": ser.seeded_encoder(toy())}
     for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        assert values(rows, encoder=name, block=layer) == pytest.approx(wanted, 1e-4)
+        found = values(tmp_path / "transformations.json", encoder=name, block=layer)
+        assert found == pytest.approx(wanted, 1e-4)

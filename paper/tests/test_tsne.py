@@ -6,7 +6,6 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.evaluations import tsne
-from paper.evaluations.tsne import sample_classes, separation
 from paper.tests.toys import call, class_folders, toy_checkpoint, values
 
 TSNE = pytest.importorskip("sklearn.manifold").TSNE
@@ -21,12 +20,12 @@ def test_purity_and_silhouette_of_literal_clusters():
     """By hand: two classes of two points at a right angle, and mixed; lengths do not matter."""
     labels = torch.tensor([0, 0, 1, 1])
     apart = on_a_circle(0, 0, 90, 90)
-    assert separation(apart, labels, k=1) == pytest.approx((1, 1))
+    assert tsne.separation(apart, labels, k=1) == pytest.approx((1, 1))
 
     lengths = torch.tensor([2, 30, 3, 20])
     mixed = lengths[:, None] * on_a_circle(0, 80, 1, 81)
-    assert separation(mixed, labels, k=1) == pytest.approx((-0.49, 0), abs=0.01)
-    _, purity = separation(mixed, labels, k=2)
+    assert tsne.separation(mixed, labels, k=1) == pytest.approx((-0.49, 0), abs=0.01)
+    _, purity = tsne.separation(mixed, labels, k=2)
     assert purity == 0.25     # one of 0, and one of 81 degrees
 
 
@@ -48,14 +47,13 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     data = eval_linear.class_folder(val, transform)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor(data.targets)
-    sample = sample_classes(labels, 4, 2)
+    sample = tsne.sample_classes(labels, 4, 2)
     classes, colours = labels[sample].unique(return_inverse=True)
     assert (len(classes), sample.sum()) == (4, 48)
-    assert not sample.equal(sample_classes(labels, 4, 0))
-    for name, run, panel in zip("AB", (one, two), figures[0].axes, strict=True):
+    assert not sample.equal(tsne.sample_classes(labels, 4, 0))
+    for name, run, panel, x in zip("AB", (one, two), figures[0].axes, drawn, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), images)
-        wanted = separation(features[sample, -16:], labels[sample], k=20)
-        x = drawn.pop(0)
+        wanted = tsne.separation(features[sample, -16:], labels[sample], k=20)
         torch.testing.assert_close(x, features[sample, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)

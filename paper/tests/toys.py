@@ -90,8 +90,7 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
     root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
     colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
-    images = F.interpolate(colours, (size, size))
-    for number, image in enumerate(images):
+    for number, image in enumerate(F.interpolate(colours, (size, size))):
         write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
     return str(root)
 
