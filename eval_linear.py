@@ -112,6 +112,10 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
+        step = state["step"]
+        if step < state.get("steps", 0):     # of fine-tuning and others, `steps` is not known
+            print(f"{args.checkpoint}: the training has not ended, at step {step} of "
+                  f"{state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
     if ranks > 1:
         dist.broadcast_object_list(states)
@@ -318,6 +322,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
         line = {
             "weights": weights,
             "mlp": args.mlp,
+            "cache": args.cache,
+            "seed": args.seed,
             "epoch": epoch + 1,
             "val top-1 %": dict(zip(args.lr, top1))}
         if rank == 0:

@@ -639,12 +639,15 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control, the same loss without any motion."""
+    elements: what moves the images; () is a control, the same loss without any motion.
+    Raises ValueError if f1 gives maps without gradient, but in torch.no_grad()."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), side, elements, shared)
     g2 = sample_rank_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
+    if torch.is_grad_enabled() and not h2.requires_grad:
+        raise ValueError("f1 gives maps without gradient, so L_equiv would not train it")
     return l_equiv(project, relative(g2, g1), h1, h2, temperature)
 
 
@@ -1007,7 +1010,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, settings=settings, model=model.state_dict(),
+            save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),     # what evaluations read
                  optimizer=optimizer.state_dict())
 

@@ -281,6 +281,8 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     ("of shape", lambda: patch_ntxent(noise(3, 4, 6), noise(3, 2, 6))),
     ("for 2", lambda: rho(element(False, 0, (4, 4)), noise(2, 2, 4, 4))),     # of 1 image
     ("255", lambda: ser.normalise(pixels(1, 3, 8, 8))),
+    ("without gradient", lambda: ser.equivariance_loss(
+        nn.Identity(), nn.Identity(), *noise(2, 2, 3, 4, 4), 1, seeded())),
     ("square", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 4), 4)),
     ("patch size", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 8), 4))])
 def test_what_does_not_fit_is_a_value_error(told, call):
@@ -585,7 +587,7 @@ RANK_RUN = dict(epochs=1.15, base_lr=8.0, equiv_layers=[1, 2], log_every=4, seed
 
 def pasted_loss(rank, ranks):
     copies = torch.rand(2, 4, 3, 16, 16, generator=seeded()).chunk(ranks, dim=1)[rank]
-    f1 = functools.partial(F.conv2d, weight=noise(8, 3, 4, 4), stride=4)
+    f1 = functools.partial(F.conv2d, weight=noise(8, 3, 4, 4).requires_grad_(), stride=4)
     loss = ser.equivariance_loss(f1, nn.Identity(), *copies, 4, seeded(4))
     return loss.item()
 
@@ -1523,6 +1525,12 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
     assert set(results["checkpoints"]) == {"a", "b"}
+
+
+def test_an_unfinished_training_is_told(tree, checkpoint, capsys):
+    ser.save(checkpoint, **torch.load(checkpoint) | {"steps": 9})
+    eval_linear.read_checkpoint(eval_args(tree, checkpoint))
+    assert capsys.readouterr().out.endswith("last.pt: the training has not ended, at step 7 of 9\n")
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint):

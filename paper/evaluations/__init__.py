@@ -39,6 +39,8 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 def load_several(args: Namespace) -> list[Checkpoint]:
     """The checkpoints of a comparison. Results go beside the first, labels are their paths, if
     the command line does not say otherwise."""
+    if Path(args.data, "train").is_dir():
+        sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]

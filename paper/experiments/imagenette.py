@@ -21,8 +21,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageOps
+from PIL import ImageOps
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchvision.transforms.functional import to_pil_image
 
 import ser
 from paper.experiments import sweep
@@ -51,12 +52,15 @@ def make_copies(data: str, folder: Path, side: int) -> None:
     folder that has its name is whole, and its source.txt says what its images are."""
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)     # of a copying that was stopped
-    for source in Path(data).glob("*/*/*"):
+    sources = list(Path(data).glob("*/*/*"))
+    for source in sources:
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch(exist_ok=False)     # 1.png and 1.jpg would become one copy
-        image = Image.open(source).convert("RGB")
+        image = to_pil_image(ser.read_image(str(source)))
         ImageOps.fit(image, (side, side)).save(target, quality=95)
+    if len(list(unfinished.glob("*/*/*"))) < len(sources):
+        sys.exit(f"another process copied to {unfinished}, too: give the command again")
     (unfinished / "source.txt").write_text(source_of(data, side))
     unfinished.rename(folder)
 
@@ -80,13 +84,14 @@ def show(args: Namespace) -> None:
     rows = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
         rows += json.loads(Path(path).read_text())
-    rows = [row for row in rows if args.arm.items() <= row.items()]
+    rows = [row for row in rows if args.arm.items() <= row.items()
+            and row["run"] in ["untrained", *args.names] and row["seed"] in [None, *args.seeds]]
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
-    for name in ("flags", "images"):
-        found = {row[name] for row in rows if name in row}
+    for name in ("flags", "images", "side"):
+        found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))

@@ -133,7 +133,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             if not args.print:
                 found += own_rows(words, out)
 
-        made_by = args.arm | {"flags": shlex.join(args.flags)}
+        made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
         own = [row | made_by for row in means(found, run.name, seed, blocks)]
         if own:
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
@@ -174,7 +174,10 @@ def spread(found: dict, digits: int) -> str:
 def table(rows: list[dict], baseline: str) -> str:
     """A column for each run, and a line for each measure on val, among all classes."""
     runs = dict.fromkeys(row["run"] for row in rows)
-    lines = [["", *runs], ["---"] * (1 + len(runs))]
+    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"]]
+    for run in runs:
+        seeds = {str(row["seed"]) for row in rows if row["run"] == run}
+        lines[2].append(" ".join(sorted(seeds)))
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         digits = 1 if "%" in measure else 3
         base = select(rows, baseline, measure, block)
@@ -196,7 +199,8 @@ def arguments(program: str) -> ArgumentParser:
     add("--launcher", default=sys.executable, help="what runs a script: python, or torchrun")
     add("--workers", type=int, default=8, help="loader processes")
     add("--print", action="store_true", help="only print the command lines")
-    parser.set_defaults(arm={})     # what all rows have in common
+    # What all rows have in common, and the side of imagenette.py's copies.
+    parser.set_defaults(arm={}, side=None)
     return parser
 
 

@@ -40,8 +40,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--local-area", type=share, nargs=2, default=[0.05, 0.14], help="of the image")
     small = addon.SMALL | dict(local_size=16, local_area=[0.1, 0.3])
     args = addon.parse(argv, parser, small)
-    if args.local_size % args.patch_size > 0:
-        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size")
+    if args.local_size % args.patch_size > 0 or args.local_size > args.image_size:
+        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size, and at "
+                 "most --image-size")
     return args
 
 

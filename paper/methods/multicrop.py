@@ -32,8 +32,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--local-area", type=share, nargs=2, default=[0.05, 0.25], help="of the image (DINO)")
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
     args = ser.parse(argv, parser, ser.SMALL | small)
-    if args.local_size % args.patch_size > 0:
-        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size")
+    if args.local_size % args.patch_size > 0 or args.local_size > args.image_size:
+        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size, and at "
+                 "most --image-size")
     return args
 
 

@@ -53,9 +53,12 @@ def test_copies_are_centre_squares(tmp_path):
     assert Image.open(tmp_path / "out/copies/train/n01/1.jpg").quantization[0][0] == 2     # of 95
     copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
+    Image.new("I;16", (30, 20), 999).save(tmp_path / "D/train/n01/2.png")
+    with pytest.raises(OSError, match="more than 8 bits"):
+        imagenette.make_copies(str(tmp_path / "D"), tmp_path / "other", 8)
 
 
-def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
+def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, capsys):
     plain = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -83,13 +86,17 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch):
     assert "18 px of" in sentence(imagenette.main, other)
     assert "18 px of" in sentence(imagenette.main, imagenette.settings([*argv[:-1], "20"]))
     path = str(out / "SER-4/rows.json")
-    twice = ["--show", path, path, "--out", str(out), *argv[4:]]
+    twice = ["--show", path, path, "--out", str(out), *argv[4:], "--seeds", "4", "5"]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     twice[1] = str(out / "others.json")
-    for column in ("flags", "images"):
+    for column in ("flags", "images", "side"):
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
+    show = ["--show", path, *argv[2:], "--seeds"]
+    for seed, shown in (("4", "| untrained | SER |"), ("5", "|  |")):
+        imagenette.main(imagenette.settings([*show, seed]))
+        assert shown in capsys.readouterr().out
     next(tmp_path.glob("D/val/*/*")).unlink()
     assert "18 px of" in sentence(imagenette.main, imagenette.settings(argv))
 

@@ -93,11 +93,12 @@ def test_settings_reach_the_model_and_the_images(name):
 
 @pytest.mark.parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
-    args = SCRIPTS[name].settings("--local-size 64 --local-area 0.1 0.3".split())
-    local = ser.ViewSettings(64, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
+    args = SCRIPTS[name].settings("--local-size 24 --local-area 0.1 0.3".split())
+    local = ser.ViewSettings(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
     wanted = [*ser.two_views([], args).view_settings, *crops * [local]]
     assert list(recipe(name)[1]([], args).view_settings) == wanted
-    assert "--local-size 9: " in sentence(SCRIPTS[name].settings, ["--local-size", "9"])
+    for size in ("9", "36"):     # of images of 32, in patches of 4
+        assert f"--local-size {size}: " in sentence(SCRIPTS[name].settings, ["--local-size", size])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

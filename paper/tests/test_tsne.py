@@ -7,6 +7,7 @@ import eval_linear
 import ser
 from paper.evaluations import tsne
 from paper.tests.toys import call, class_folders, toy_checkpoint, values
+from test_ser import sentence
 
 TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
@@ -44,6 +45,8 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     call(tsne, "--data", val, "--checkpoint", one, two, "--label", "A", "B", "--classes=4",
          "--workers=0", "--seed=2", *flags)
 
+    assert "class folders" in sentence(
+        call, tsne, "--data", class_folders(tmp_path / "root/train")[:-6], "--checkpoint", one)
     data = eval_linear.class_folder(val, transform)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor(data.targets)
