@@ -1,6 +1,7 @@
 """The comparison on imagenette: its runs, their rows, and what it shows of them."""
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -53,9 +54,27 @@ def test_copies_are_centre_squares(tmp_path):
     assert Image.open(tmp_path / "out/copies/train/n01/1.jpg").quantization[0][0] == 2     # of 95
     copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
     assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
+
+
+def test_copies_are_of_all_images(tmp_path, monkeypatch):
+    data = class_folders(tmp_path / "D/train")[:-6]
+
+    def fit(image, size):     # another process begins, and removes what is there
+        for copy in tmp_path.glob("some.unfinished/*/*/*"):
+            copy.unlink()
+        return image.resize(size)
+
+    with monkeypatch.context() as other:
+        other.setattr(imagenette.ImageOps, "fit", fit)
+        assert "another process" in sentence(imagenette.make_copies, data, tmp_path / "some", 8)
+
     Image.new("I;16", (30, 20), 999).save(tmp_path / "D/train/n01/2.png")
     with pytest.raises(OSError, match="more than 8 bits"):
-        imagenette.make_copies(str(tmp_path / "D"), tmp_path / "other", 8)
+        imagenette.make_copies(data, tmp_path / "some", 8)
+    Image.new("RGB", (30, 20)).save(tmp_path / "D/train/n01/2.png")
+    shutil.copy(tmp_path / "D/train/n01/2.png", tmp_path / "D/train/n01/2.jpg")
+    with pytest.raises(FileExistsError):
+        imagenette.make_copies(data, tmp_path / "some", 8)
 
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, capsys):
@@ -78,7 +97,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
-    assert (linear["epochs"], linear["b2"]) == (1, 2)
+    assert (linear["epochs"], linear["b2"], linear["side"]) == (1, 2, 18)
     assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images")
 
     # Copies of other images, and two rows of one run and seed, are no results of this run.
@@ -93,10 +112,10 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
-    show = ["--show", path, *argv[2:], "--seeds"]
-    for seed, shown in (("4", "| untrained | SER |"), ("5", "|  |")):
-        imagenette.main(imagenette.settings([*show, seed]))
-        assert shown in capsys.readouterr().out
+    shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
+    for flags, titles in shown.items():
+        imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
+        assert f"\n|  |{titles}\n" in capsys.readouterr().out
     next(tmp_path.glob("D/val/*/*")).unlink()
     assert "18 px of" in sentence(imagenette.main, imagenette.settings(argv))
 
