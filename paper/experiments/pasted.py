@@ -10,7 +10,6 @@ A stopped command goes on, and torchrun shares it. OUT/row.json gets the means o
 import json
 from argparse import ArgumentParser, Namespace
 
-import timm
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -40,7 +39,10 @@ def four_views(image):
 class Model(nn.Module):
     """Both losses are in `forward`, which DDP wraps. SimCLR's negatives are of the other view."""
     def __init__(self):
+        import timm
         super().__init__()
+        timm.layers.set_fused_attn(torch.cuda.is_available())     # slow in bfloat16 on CPUs
+        self.resample = timm.layers.resample_abs_pos_embed
         self.vit = timm.models.VisionTransformer(
             64, 8, embed_dim=128, depth=6, num_heads=4, num_classes=0, dynamic_img_size=True)
         self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
@@ -50,8 +52,7 @@ class Model(nn.Module):
         """Images (B, 3, h, w) -> the map (B, D, H, W) after two blocks, without [CLS]."""
         x = self.vit.patch_embed(images)     # (B, H, W, D)
         grid = list(x.shape[1:3])
-        places = timm.layers.resample_abs_pos_embed(
-            self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
+        places = self.resample(self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
         tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
         return tokens.mT.unflatten(2, grid)
 
@@ -84,7 +85,6 @@ def train(args: Namespace) -> Model:
     device = ser.setup()
     ranks, rank = ser.ranks_and_rank()
     assert 16 % ranks == 0, "the ranks share the 16 images of L_equiv"
-    timm.layers.set_fused_attn(device.type == "cuda")     # it is slow in bfloat16 on CPUs
     torch.manual_seed(args.seed)
     model = Model().to(device)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
