@@ -639,15 +639,12 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control, the same loss without any motion.
-    Raises ValueError if f1 gives maps without gradient, but in torch.no_grad()."""
+    elements: what moves the images; () is a control, the same loss without any motion."""
     side = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), side, elements, shared)
     g2 = sample_rank_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    if torch.is_grad_enabled() and not h2.requires_grad:
-        raise ValueError("f1 gives maps without gradient, so L_equiv would not train it")
     return l_equiv(project, relative(g2, g1), h1, h2, temperature)
 
 
@@ -964,8 +961,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     steps = max(1, round(args.epochs * steps_per_epoch))
 
     # Model and optimizer, as they begin or from the last checkpoint.
-    model = build(args).to(device)
-    model, wrapped = distribute(model, device)
+    model, wrapped = distribute(build(args).to(device), device)
     optimizer = make_optimizer(model, args)
 
     settings = vars(args) | {
@@ -976,7 +972,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
-    # The loader runs once, over all steps that are left.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")

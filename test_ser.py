@@ -281,8 +281,6 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     ("of shape", lambda: patch_ntxent(noise(3, 4, 6), noise(3, 2, 6))),
     ("for 2", lambda: rho(element(False, 0, (4, 4)), noise(2, 2, 4, 4))),     # of 1 image
     ("255", lambda: ser.normalise(pixels(1, 3, 8, 8))),
-    ("without gradient", lambda: ser.equivariance_loss(
-        nn.Identity(), nn.Identity(), *noise(2, 2, 3, 4, 4), 1, seeded())),
     ("square", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 4), 4)),
     ("patch size", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 8), 4))])
 def test_what_does_not_fit_is_a_value_error(told, call):
@@ -587,7 +585,7 @@ RANK_RUN = dict(epochs=1.15, base_lr=8.0, equiv_layers=[1, 2], log_every=4, seed
 
 def pasted_loss(rank, ranks):
     copies = torch.rand(2, 4, 3, 16, 16, generator=seeded()).chunk(ranks, dim=1)[rank]
-    f1 = functools.partial(F.conv2d, weight=noise(8, 3, 4, 4).requires_grad_(), stride=4)
+    f1 = functools.partial(F.conv2d, weight=noise(8, 3, 4, 4), stride=4)
     loss = ser.equivariance_loss(f1, nn.Identity(), *copies, 4, seeded(4))
     return loss.item()
 
@@ -833,9 +831,8 @@ def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
     moved = slow_rho(relative(x2.geometry, x1.geometry), x1.b2, 4)
     (pixels, columns), = shown
     assert columns == {"nrow": 2}
-    found = ser.normalise(pixels)
-    close(found[0::2], moved)
-    close(found[1::2], x2.b2)
+    close(ser.normalise(pixels)[0::2], moved)
+    close(ser.normalise(pixels)[1::2], x2.b2)
 
 
 # ==== 7. Settings =======================================================================
@@ -1532,8 +1529,7 @@ def test_an_unfinished_training_is_told(tree, checkpoint, capsys):
     for steps in (7, 9):
         ser.save(checkpoint, **torch.load(checkpoint) | {"steps": steps})
         eval_linear.read_checkpoint(eval_args(tree, checkpoint))
-    assert capsys.readouterr().out.split("last.pt: ")[1:] == [
-        "the training has not ended, at step 7 of 9\n"]
+    assert capsys.readouterr().out.count("has not ended, at step 7 of ") == 1
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
@@ -1606,11 +1602,8 @@ def test_the_loss_for_other_trainings_is_that_of_two_moved_copies(elements):
     aligned = slow_rho(ser.relative(g2, g1), f1(slow_rho(g1, images1, 4)))
     h2 = f1(slow_rho(g2, images2, 4))
     wanted = ser.patch_ntxent(*[project(h.flatten(2).mT) for h in (aligned, h2)], 0.7)
-    given = f1, project, images1, images2, 4
-    found = ser.equivariance_loss(*given, seeded(4), 0.7, elements)
+    found = ser.equivariance_loss(f1, project, images1, images2, 4, seeded(4), 0.7, elements)
     close(found, wanted)
-    with torch.no_grad():
-        close(ser.equivariance_loss(*given, seeded(4), 0.7, elements), wanted)
     close(torch.autograd.grad(found, f1.weight)[0], torch.autograd.grad(wanted, f1.weight)[0])
 
 
