@@ -616,7 +616,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 
 
 def l_equiv(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
-                       temperature: float = 0.3) -> torch.Tensor:
+            temperature: float = 0.3) -> torch.Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
     W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
@@ -968,7 +968,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
         "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
     path = Path(args.out, "last.pt")
-    path.parent.mkdir(parents=True, exist_ok=True)
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
@@ -1003,12 +1002,14 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
-            log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
+            summed = log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
             save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),     # what evaluations read
                  optimizer=optimizer.state_dict())
 
+    # `summed` is kept until here, because a thread of gloo that frees the tensor of the last
+    # reduction can block the end of its group, in torch 2.6.
     if dist.is_initialized():
         dist.destroy_process_group()
     return path
@@ -1208,6 +1209,7 @@ def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO
     _, rank = ranks_and_rank()
     args = Namespace(**settings)
     b2_total = args.ranks * b2_per_rank(args, args.ranks)
+    path.parent.mkdir(parents=True, exist_ok=True)
     log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
@@ -1237,9 +1239,9 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     save_image(pixels, path, nrow=2)
 
 
-def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Log means over ranks, all of which call this. Exits with one sentence, before anything
-    is saved, if the loss is not finite."""
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> Tensor:
+    """Log means over ranks, all of which call this, and return the sums. Exits with one
+    sentence, before anything is saved, if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
 
@@ -1253,6 +1255,7 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new "
                  "--out")
+    return values
 
 
 if __name__ == "__main__":
