@@ -18,7 +18,7 @@ that the run began with as well. Without --data, images are synthetic, --cache i
 and the equivariance of turns is always measured, after f1 or, in a plain ViT, after block 1.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
-that made it and, by a fingerprint, the weights. eval.jsonl has a line for each
+that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
 epoch of the heads. The best linear head is kept in a file whose name depends on settings
 and weights, so that no other head replaces it. A stopped evaluation begins anew.
 """
@@ -57,7 +57,7 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN without heads")
+    add("--knn", action="store_true", help="20-NN; no heads, but those of other flags")
     add("--equivariance", action="store_true", help="equivariance after every block")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says. That synthetic images set --cache asks for no heads.
+    # As the table above says. Where synthetic images set --cache, below, it asks for no heads.
     asks_for_heads = args.mlp or args.cache
     args.with_heads = asks_for_heads or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
@@ -109,7 +109,7 @@ def fingerprint(encoder: ViT) -> str:
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
     ranks, rank = ser.ranks_and_rank()
-    states: list = [None]
+    states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
         step = state["step"]
@@ -219,7 +219,8 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===============================================
 def last_blocks(encoder: ViT) -> range:
     """The last four blocks (4.1) or, where [CLS] enters later, those that have it."""
-    return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
+    before = max(encoder.depth - 4, encoder.cls_layer)
+    return range(before + 1, encoder.depth + 1)
 
 
 @torch.no_grad()
@@ -237,19 +238,19 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
 
 
 def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
-    """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills its own rows
-    and leaves zeros in the others; the sum over ranks has all of them."""
+    """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills in its own images
+    and leaves zeros for the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
-    batches = [rows.tolist() for rows in own.split(max(1, args.batch_size // ranks))]
+    batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
     width = len(last_blocks(encoder)) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
-    for rows, (images, y) in zip(batches, tqdm(loader, leave=False, disable=rank > 0)):
-        features[rows] = cls_features(encoder, images)
-        labels[rows] = y.to(labels.device)
+    for indices, (images, y) in zip(batches, tqdm(loader, leave=False, disable=rank > 0)):
+        features[indices] = cls_features(encoder, images)
+        labels[indices] = y.to(labels.device)
     if ranks > 1:
         dist.all_reduce(features)
         dist.all_reduce(labels)
@@ -279,10 +280,10 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     With --cache, the heads learn from `train`. Without it, they learn from random crops, which
     are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
     then each of them trains all heads. On ImageNet, the features of a ViT-S are 8 GB for an
-    epoch, and those of the last epoch stay on the GPU until the new ones are there."""
+    epoch. While they are made, those of the epoch before are on the GPU as well."""
     x_train, y_train = train
     x_val, y_val = val
-    images = len(y_train)
+    n_images = len(y_train)
 
     heads = []
     for _ in args.lr:
@@ -290,8 +291,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
         head = make_head(x_val.shape[1], len(sets.classes), args.mlp)
         heads.append(head.to(x_val.device))
 
-    batch = min(args.batch_size, images)
-    steps = images // batch     # the last, incomplete batch is not used
+    batch = min(args.batch_size, n_images)
+    steps = n_images // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
     groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
@@ -306,17 +307,17 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             crops = Seeded(sets.random_crops, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
-        order = torch.randperm(images, generator=ser.rng(args.seed, "eval", epoch))
-        for rows in order[:steps * batch].split(batch):
-            x, y = x_train[rows].float(), y_train[rows]
+        order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
+        for indices in order[:steps * batch].split(batch):
+            x, y = x_train[indices].float(), y_train[indices]
             losses = [F.cross_entropy(head(x), y) for head in heads]
             optimizer.zero_grad()
             torch.stack(losses).sum().backward()     # each head has a loss of its own
             optimizer.step()
             schedule.step()
 
-        # Choice: the rate that is best on val after the last epoch, among the classes that val
-        # has. The release names no rule.
+        # Choice: the rate that is best on val after the last epoch, among the classes
+        # that val has. The release names no rule.
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         line = {
@@ -361,11 +362,11 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# A function f1 that makes a map of an image, here the blocks up to any one, is equivariant if
-# moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2 measures by
-# the cosine how nearly they agree. Retrieval is our own measure. As almost every turned token
-# would be found by the mean colour of its patch alone, retrieval is also measured between two
-# copies of an image that have a colour jitter each.
+# A function f1 that makes a map of an image, here the blocks up to any one, is equivariant
+# if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2
+# measures by the cosine how nearly they agree. Retrieval is our own measure. As almost
+# every turned token would be found by the mean colour of its patch alone, retrieval is
+# also measured between two copies of an image that have a colour jitter each.
 def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
     """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
     the other map, is the one of the same image and place."""
@@ -589,7 +590,8 @@ def evaluate(args: Namespace) -> list[dict]:
         untrained = ser.seeded_encoder(run).eval()
         encoders = {"untrained": untrained, "trained": checkpoint.encoder}
 
-    # Choice: equivariance is measured after f1, where L_equiv is, unless all blocks are wanted.
+    # Choice: equivariance is measured after f1, where the main setting has L_equiv,
+    # unless all blocks are wanted.
     places = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
         places = list(product(ser.ELEMENTS, range(1, run.depth + 1)))

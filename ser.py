@@ -19,11 +19,10 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method, but for its jitter, in 9. What the paper prescribes has
-its section in brackets, as (3.1), or after `Paper:`. `Choice:` marks what it leaves
-open, and `Choice, unlike` where we depart from it, in nine places, which
-paper/README.md lists as well. "The release" is the authors' code,
-github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
+(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where
+we depart from it, in nine places, which paper/README.md lists as well. "The release" is
+the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -60,8 +59,8 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
-# end of 4. They need math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed
-# as dist, and typing.NamedTuple, and no other name, which is why they write torch.Tensor.
+# end of 4. The copy needs math, torch, torch.nn as nn, torch.nn.functional as F,
+# torch.distributed as dist, and typing.NamedTuple. Both write torch.Tensor, to need no other.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
@@ -72,8 +71,8 @@ class Geometry(NamedTuple):
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a view share
-    # one grid, and so stay one tensor.
+    # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a
+    # view share one grid, and so stay one tensor.
     grid: tuple[int, int]    # the size after the scaling, rows and columns (H, W) of maps
 
 
@@ -90,8 +89,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
 
-    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the area,
-    # before rounding. The aspect ratio W / H has the release's range, [3/4, 4/3].
+    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the
+    # area, before rounding. The aspect ratio W / H has the release's range, [3/4, 4/3].
     area = 0.7 + 0.6 * u                    # uniform
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -135,9 +134,9 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(flip, x.flip(-1), x)
     x = torch.where(half, x.flip((-2, -1)), x)
 
-    # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    # `contiguous` puts the numbers of a turned map in the usual order in memory, as
-    # convolutions round differently in another order.
+    # A quarter turn exchanges the sides of a map, so both are resized before one is
+    # chosen. `rot90` leaves the numbers in another order in memory, in which convolutions
+    # round differently. `contiguous` restores the usual one.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -145,17 +144,17 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # Let view i be flipped (m_i = 1) or not (m_i = 0), and then make t_i quarter turns. With M for
-    # the flip and Q for a quarter turn, that is Q^t_i M^m_i, read from right to left. As
-    # M Q = Q^-1 M, and without scalings,
+    # Let view i be flipped (m_i = 1) or not (m_i = 0), and then make t_i quarter turns.
+    # With M for the flip and Q for a quarter turn, that is Q^t_i M^m_i, read from right
+    # to left. As M Q = Q^-1 M, and without scalings,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Of several scalings, which resize to a given grid, the last one counts. So that of view 1
-    # leaves no trace but what resampling loses, and g ends with the grid of view 2.
+    # A scaling resizes to a given grid, so of several the last one counts, that of view
+    # 2. That of view 1 leaves no trace but what resampling loses.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -169,8 +168,9 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
     """Sample flips and turns for the `batch` images of this rank, which are not those of the
-    other ranks, and a grid that all ranks share. To this end every rank samples for the images
-    of all ranks, by a generator that has the same seed everywhere, and keeps its own part."""
+    other ranks, and a grid that all ranks share, as they gather maps of one size. To this end
+    every rank samples for the images of all ranks, by a generator that has the same seed
+    everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     flip = g.flip.chunk(ranks)[rank]
@@ -195,9 +195,9 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its own
-    # share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one.
-    # `round` would take a half to the even number.
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds
+    # its own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. `round`
+    # would take a half to the even number.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -273,7 +273,7 @@ class Augmentation(NamedTuple):
     blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
     solarize: bool | Tensor = False
 
-    def of(self, part: slice) -> "Augmentation":
+    def select(self, part: slice) -> "Augmentation":
         """Of a batch, what was sampled for a part of its images."""
         return Augmentation(*[field[part] for field in self])
 
@@ -292,8 +292,8 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # The crop becomes a square. Paper: 3.2, T_eq does not crop. Choice: in b2, the whole image
-    # becomes a square, which rho_g resizes once more.
+    # The crop becomes a square. Paper: 3.2, T_eq does not crop. Choice: in b2, the whole
+    # image becomes a square, which rho_g resizes once more.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -315,7 +315,8 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. source: paths, or images (n, 3, h, w) uint8."""
+    Augmentation. source: paths, or images (n, 3, h, w) uint8. `batch_items` knows how many
+    there are, so a data set has no length."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -403,26 +404,83 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for number, (pixels, aug) in enumerate(loaded):
+    for index, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each image:
-        # all images of a view share one, on all ranks, for speed.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
+        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each
+        # image: all images of a view share one, on all ranks, for speed.
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
 
-        b1 = photometric(images[:B1], aug.of(slice(B1)), order)
+        b1 = photometric(images[:B1], aug.select(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
-            shared = rng(args.seed, "geometry", step, number)
+            shared = rng(args.seed, "geometry", step, index)
             side = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, side, args.group, shared)
             # Choice: the motion comes before the jitter. The paper names no order.
             moved = rho(g, images[B1:], args.patch_size)
-            b2 = photometric(moved, aug.of(slice(B1, None)), order)
+            b2 = photometric(moved, aug.select(slice(B1, None)), order)
 
         views.append(View(b1, b2, g, aug, order))
     return views
+
+
+# What `photometric` calls. These operations are those of torchvision, but each of the
+# images (B, 3, h, w) in [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of 1, or a
+# hue shift of 0, leaves an image as it is, bit for bit.
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards black, or away from it."""
+    return (factor * x).clamp(0, 1)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the mean gray of the image, or away from it."""
+    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+    return mean.lerp(x, factor).clamp(0, 1)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Towards the gray of each pixel, or away from it."""
+    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` of a full circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    # Where several channels are the largest, the hue is that of red, or else of green.
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # The usual closed form of HSV gives each channel back:
+    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
+    # where the offset is 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike 4.1: a Gaussian, cut off; MoCo-v3's is Pillow's, which approximates it.
+    B, _, h, w = x.shape
+    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+
+    # A convolution in B groups has a kernel for each channel, so the images become channels.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
+    return x.transpose(0, 1)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -479,8 +537,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3: Xavier-uniform matrices, zero biases, and a patch embedding
-        # that stays random.
+        # Paper: 4.1, as MoCo-v3: Xavier-uniform matrices, zero biases, and a patch
+        # embedding that stays random.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
@@ -505,8 +563,8 @@ class ViT(nn.Module):
         cls_at = {}
         for layer, block in enumerate(self.blocks, start=1):
             if layer == self.cls_layer + 1:
-                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D). So the
-                # map f1(x) is maps[cls_layer].
+                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
+                # So the map f1(x) is maps[cls_layer].
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -534,9 +592,7 @@ def encode_view(encoder: ViT, view: View,
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
 # ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
 #
-# Anchors, positives and negatives carry gradient. In the release all tokens, the anchors
-# among them, come out of a gather without gradient before they are compared (builder/moco.py,
-# lines 956 and 1067), so that L_equiv trains nothing. README has a command that shows it.
+# Anchors, positives and negatives carry gradient, unlike in the release, see README.
 #
 # SER calls `l_equiv`. `equivariance_loss`, at the end, is for trainings that are
 # not ours. It moves images itself, and then calls the same function.
@@ -560,9 +616,9 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        # A rank's x entered the loss of every rank, so its gradient is the sum over all these
-        # losses. The loss of the whole batch is their mean. We do not divide by R here, because
-        # DDP does it later, when it averages the gradients of the ranks.
+        # A rank's x entered the loss of every rank, so its gradient is the sum over all
+        # these losses. The loss of the whole batch is their mean. We do not divide by R
+        # here, because DDP does it later, when it averages the gradients of the ranks.
         ranks, rank = ranks_and_rank()
         total = gradient.contiguous().clone()
         dist.all_reduce(total)
@@ -603,10 +659,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
         # same[i, m] says that key image m is anchor image i itself, whose 2N tokens are no
-        # negatives. On the second of two ranks with two images each:
-        #               m = 0 1 2 3
-        #     own = 2       . . T .
-        #     own = 3       . . . T
+        # negatives. On the second of two ranks with two images each, which are keys 2 and 3:
+        #             m = 0 1 2 3
+        #     i = 0       . . T .
+        #     i = 1       . . . T
         _, rank = ranks_and_rank()
         own = rank * len(z) + torch.arange(len(z), device=z.device)        # (B,)
         same = own[:, None] == torch.arange(len(keys), device=z.device)
@@ -649,8 +705,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
-# SER does not ask what the invariance loss is. It runs the online encoder itself, as one pass
-# gives both the [CLS] for L_inv and the maps for L_equiv. A base method is a module with
+# SER does not ask what the invariance loss is. It runs the online encoder itself, whose pass
+# over b2 gives both the [CLS] for L_inv and the maps for L_equiv. A base method is a module with
 #     base.encoder             the online ViT, which SER runs
 #     base(views, cls)         L_inv, a scalar. cls has, for each view, the final [CLS] of the
 #                              encoder, (B, D). MoCo-v3 makes its keys from `views`
@@ -658,8 +714,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In a
-    # training they are those of all GPUs, see `distribute`.
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In
+    # a training they are those of all GPUs, see `distribute`.
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         linear = nn.Linear(fan_in, fan_out, bias=False)
@@ -670,7 +726,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the
-    mean cross-entropy, which is ln(R B) at chance, times 2 * temperature, MoCo-v3's factor."""
+    mean cross-entropy times 2 * temperature, MoCo-v3's factor. At chance the cross-entropy is
+    ln(R B)."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -739,9 +796,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean and
-        # all keys, as in the release. With two means, an image of b2 would weigh 84 times as much
-        # as one of b1, if 24 are in b2 and 2,024 in b1.
+        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one
+        # mean and all keys, as in the release. With two means, an image of b2 would weigh
+        # 84 times as much as one of b1, if 24 are in b2 and 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -782,9 +839,10 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # The paper's main setting has 3 for both, so that L_equiv is after f1. To move both to block
-    # 6, give --cls-layer 6 --equiv-layers 6. Choice: for the last block, after which [CLS] cannot
-    # enter, give --cls-layer 0 --equiv-layers 12. A plain MoCo-v3 has --ratio 0 --cls-layer 0.
+    # The paper's main setting has 3 for both, so that L_equiv is after f1. To move both
+    # to block 6, give --cls-layer 6 --equiv-layers 6. After the last block no [CLS] can
+    # enter. Choice: there it enters at the input, by --cls-layer 0 --equiv-layers 12. A
+    # plain MoCo-v3 has --ratio 0 --cls-layer 0.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -848,15 +906,15 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The encoder with the weights of --seed. It seeds torch's own generator, so that what
-    `build` makes after the encoder depends on --seed as well."""
+    """The encoder with the weights of --seed, which seeds torch's own generator."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    base = MoCoV3(seeded_encoder(args), hidden=args.moco_hidden)
+    encoder = seeded_encoder(args)     # and all that is made after it
+    base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
 
@@ -916,8 +974,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # Both folders may have moved, as images are known by their names. The other three settings
-    # change no result.
+    # Both folders may have moved, as images are known by their names. The other three
+    # settings change no result.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -939,7 +997,7 @@ def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Mo
         return model, model
     if device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # No device_ids, with which DDP would copy all of the views to the GPU. Their geometry and
+    # Given device_ids, DDP would copy all of the views to the GPU. Their geometry and
     # augmentation stay on the CPU.
     return model, nn.parallel.DistributedDataParallel(model)
 
@@ -1002,77 +1060,18 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
-            summed = log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
+            log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
             save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(),     # what evaluations read
                  optimizer=optimizer.state_dict())
 
-    # `summed` is kept until here, because a thread of gloo that frees the tensor of the last
-    # reduction can block the end of its group, in torch 2.6.
     if dist.is_initialized():
         dist.destroy_process_group()
     return path
 
 
-# ==== 9. Around it: jitter operations, files, synthetic images, checks, output ========
-# The operations of the jitter are those of torchvision, but images (B, 3, h, w) in [0, 1]
-# have a factor each, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an image as it
-# is, bit for bit.
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black, or away from it."""
-    return (factor * x).clamp(0, 1)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image, or away from it."""
-    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-    return mean.lerp(x, factor).clamp(0, 1)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel, or away from it."""
-    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    # Where several channels are the largest, the hue is that of red, or else of green.
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # The usual closed form of HSV gives each channel back:
-    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike 4.1: a Gaussian, cut off; MoCo-v3's is Pillow's, which approximates it.
-    B, _, h, w = x.shape
-    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
-
-    # A convolution in B groups has a kernel for each channel, so the images become channels.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
-    return x.transpose(0, 1)
-
-
+# ==== 9. Around it: files, synthetic images, checks, output ===========================
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as paths or pixels, and a checksum of their names."""
     if not args.data:
@@ -1148,8 +1147,8 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 
-# What `arguments` names as types of flags. Argparse tells a user the name of the function that
-# refused a value, as in "argument --ratio: invalid share value: '2'".
+# The types of flags, which read a value from the command line or refuse it. Argparse then
+# tells the type's name, as in "argument --ratio: invalid share value: '2'".
 def positive(text: str) -> float:
     """A number above 0."""
     return within(sys.float_info.min, 1e9, float(text))
@@ -1213,7 +1212,8 @@ def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO
     log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
     print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
 
-    # We call L_equiv "at chance" where all embeddings are equal. Here the grid is square.
+    # We call L_equiv "at chance" where all embeddings are equal. Its value here is that
+    # of views that are not scaled.
     tokens = (args.image_size // args.patch_size) ** 2
     chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     layers = f"[CLS] enters after block {args.cls_layer}"
@@ -1239,14 +1239,17 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     save_image(pixels, path, nrow=2)
 
 
-def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> Tensor:
-    """Log means over ranks, all of which call this, and return the sums. Exits with one
-    sentence, before anything is saved, if the loss is not finite."""
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+    """Log means over ranks, all of which call this. Exits with one sentence, before anything
+    is saved, if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
 
     if ranks > 1:
         dist.all_reduce(values)
+        # The bar holds this tensor. If a thread of gloo were the last to hold it, the end
+        # of the process group could wait for that thread, and never return, in torch 2.6.
+        bar.reduced = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
     bar.set_postfix(means)
@@ -1255,7 +1258,6 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new "
                  "--out")
-    return values
 
 
 if __name__ == "__main__":
