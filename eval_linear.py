@@ -20,7 +20,7 @@ and the equivariance of turns is always measured, after f1 or, in a plain ViT, a
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
 epoch of the heads. The best linear head is kept in a file whose name depends on settings
-and weights, so that no other head replaces it. A stopped evaluation begins anew.
+and weights, so that no other head repairs it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -57,7 +57,7 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN; no heads, but those of other flags")
+    add("--knn", action="store_true", help="20-NN alone, if no other flag asks for heads")
     add("--equivariance", action="store_true", help="equivariance after every block")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -82,9 +82,8 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says. Where synthetic images set --cache, below, it asks for no heads.
-    asks_for_heads = args.mlp or args.cache
-    args.with_heads = asks_for_heads or not (args.knn or args.equivariance)
+    # As the table above says. Synthetic images set --cache afterwards, which asks for no heads.
+    args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
     return args
@@ -146,14 +145,15 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... A label is the place of CLASS among the training classes,
-    `classes`, of which a set may have but some. The folders of ImageNet-V2 are called by the
-    labels, 0, 1, ..., in place of the classes. Without `classes`, the folders are the classes."""
+    """The images root/CLASS/... A label is the place of CLASS among `classes`, those of the
+    training images, of which a set may have but some. Without `classes`, it is the place among
+    the folders."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
-    if not set(names) & set(folder.classes):     # no folder has the name of a class
+    # In ImageNet-V2, the folders are called 0, 1, ..., which are labels, not classes.
+    if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
@@ -384,7 +384,7 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
     """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
     that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
+    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))     # of view 2
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(n) % 3)
     if element == "hflip":
@@ -477,7 +477,7 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with the settings, the weights and the images, as
-    `describe` names them, that made it. A row replaces an older one that differs from it in
+    `describe` names them, that made it. A row repairs an older one that differs from it in
     nothing but the value."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
@@ -521,7 +521,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     x_train, y_train = extract(encoder, sets.centre_crops, args)
     if x_train.is_cuda:
-        x_train = x_train.half()     # half the memory, and finer than the encoder's bfloat16
+        x_train = x_train.half()     # for memory
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     # The best head.
@@ -554,8 +554,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
-def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> list[dict]:
-    """Rows of `places`, which are pairs of an element and a block. All ranks do the same."""
+def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
+    """Rows for pairs of an element and a block. All ranks do the same."""
     # Choice: 512 images, spread over val, as folders are sorted by class.
     chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
@@ -564,7 +564,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, places: Sequence[tuple]) -> li
     patch = encoder.patch_size
 
     rows = []
-    for element, block in places:
+    for element, block in pairs:
         maps = partial(map_after, encoder, block)
         change = partial(colour_jitter, generator=ser.rng("jitter", element))
         values = {
@@ -583,7 +583,7 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
-    images = describe({"train": sets.centre_crops, **sets.tests})
+    described = describe({"train": sets.centre_crops, **sets.tests})
 
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
@@ -592,9 +592,9 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Choice: equivariance is measured after f1, where the main setting has L_equiv,
     # unless all blocks are wanted.
-    places = [("rot90", max(1, run.cls_layer))]
+    pairs = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
-        places = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
+        pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
 
     rows = []
     kept = {}
@@ -604,14 +604,14 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_heads or args.knn:
             own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
-            own += equivariance_rows(encoder, sets.tests["val"], places)
+            own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]
 
     if ser.ranks_and_rank()[1] > 0:
         return rows
 
     # Write before printing, as printing to a closed terminal ends the program.
-    write(path, rows, args, checkpoint, images)
+    write(path, rows, args, checkpoint, described)
     if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]

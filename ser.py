@@ -6,8 +6,8 @@ intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
-                   made by crops, flips and jitter (T), views of b2 by geometry from an
-                   invertible group G and the same jitter (T_eq)
+                   made by crops, flips and photometric jitter (T), views of b2 by geometry
+                   from an invertible group G and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
                    images: one mean over b1 and b2 (Eq. 3 has one for each part)
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
@@ -65,9 +65,9 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling, which resizes it
-    to a given size. If view 1 has 12 x 16 tokens and view 2 has 15 x 13, g takes the map of
-    view 1 to 15 x 13."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored
+    as the size with which it ends, not as a factor. If view 1 has 12 x 16 tokens and view 2
+    has 15 x 13, g takes the map of view 1 to 15 x 13."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -181,7 +181,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
-# the image and the epoch. The motions of b2, and the order of the jitter, depend on --seed and
+# the image and the epoch. The motions of b2, and the order of colour jitter, depend on --seed and
 # the step. The number of loader processes changes nothing, and a run can be repeated.
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
@@ -222,11 +222,17 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. T is MoCo-v3's. We call its last four rows the jitter, which moves nothing.
-# An image takes this way: `batch_items` chooses it for b1 or b2, `Dataset` loads it, and
-# `crop_and_sample` makes its views, and samples their jitter. On the device, `make_views`
-# samples the motions of b2, makes them, and jitters a whole batch at once, where torchvision
-# would jitter one image after the other. MoCo-v3 flips last, which makes no difference.
+# The views. An image takes this way:
+#
+#   batch_items     (epoch, index, in_b2)            it is chosen, for b1 or b2
+#   Dataset         [(pixels, Augmentation), ...]    for each view it is cropped, if it is of
+#                                                    b1, and its jitter is sampled
+#   the loader      the same, of a batch             numbers become tensors (B,)
+#   make_views      [View, ...]                      on the device: b2 is moved, and all
+#                                                    images are jittered at once, for speed
+#
+# T is MoCo-v3's, and its last four rows are the photometric jitter. MoCo-v3 flips last,
+# which makes no difference.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -254,24 +260,26 @@ class ViewSettings(NamedTuple):
     p_solarize: float
 
 
-class Augmentation(NamedTuple):
-    """What was sampled for a view of an image, where the defaults do nothing. When the loader
-    collates a batch, the numbers of its images become a tensor (B,) for each field."""
-    # The crop and its flip, which b2 does not have. Some baselines in paper/methods predict them.
-    top: float | Tensor = 0.0           # shares of the image
-    left: float | Tensor = 0.0
-    height: float | Tensor = 1.0
-    width: float | Tensor = 1.0
-    flip: bool | Tensor = False
+Value = float | bool | Tensor     # a number of one image, or those of a batch, (B,)
 
-    # The jitter, which `photometric` will make.
-    brightness: float | Tensor = 1.0    # factors
-    contrast: float | Tensor = 1.0
-    saturation: float | Tensor = 1.0
-    hue: float | Tensor = 0.0           # shift, share of the colour circle
-    gray: bool | Tensor = False
-    blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
-    solarize: bool | Tensor = False
+
+class Augmentation(NamedTuple):
+    """What was sampled for a view, where the defaults do nothing."""
+    # The crop and its flip, which some baselines in paper/methods predict. b2 has none.
+    top: Value = 0.0           # shares of the image
+    left: Value = 0.0
+    height: Value = 1.0
+    width: Value = 1.0
+    flip: Value = False
+
+    # The photometric jitter, which `photometric` will make.
+    brightness: Value = 1.0    # factors
+    contrast: Value = 1.0
+    saturation: Value = 1.0
+    hue: Value = 0.0           # shift, share of the colour circle
+    gray: Value = False
+    blur: Value = 0.0          # standard deviation, pixels; 0 is none
+    solarize: Value = False
 
     def select(self, part: slice) -> "Augmentation":
         """Of a batch, what was sampled for a part of its images."""
@@ -340,7 +348,7 @@ class Dataset(torch.utils.data.Dataset):
         return [crop_and_sample(image, settings, in_b2) for settings in self.view_settings]
 
 
-def two_views(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
+def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """The data set of a run, with the two views of the table above."""
     area = (args.crop_min, 1.0)
     view1 = ViewSettings(args.image_size, area, p_blur=1.0, p_solarize=0.0)
@@ -418,7 +426,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             shared = rng(args.seed, "geometry", step, index)
             side = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, side, args.group, shared)
-            # Choice: the motion comes before the jitter. The paper names no order.
+            # Choice: the motion comes before photometric jitter. The paper names no order.
             moved = rho(g, images[B1:], args.patch_size)
             b2 = photometric(moved, aug.select(slice(B1, None)), order)
 
@@ -594,8 +602,8 @@ def encode_view(encoder: ViT, view: View,
 #
 # Anchors, positives and negatives carry gradient, unlike in the release, see README.
 #
-# SER calls `l_equiv`. `equivariance_loss`, at the end, is for trainings that are
-# not ours. It moves images itself, and then calls the same function.
+# `patch_ntxent` takes tokens, and `layer_loss` takes the two maps of a layer. Our training
+# calls the latter for each layer, in SER.l_equiv. `equivariance_loss` is for other trainings.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm and no biases, as in the release. Choice: both layers
@@ -671,8 +679,8 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
-def l_equiv(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
-            temperature: float = 0.3) -> torch.Tensor:
+def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+               temperature: float = 0.3) -> torch.Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
     W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
@@ -686,7 +694,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> torch.Tensor:
     """L_equiv for a training that is not ours, whose images are not moved yet. ser.py does
-    not call it.
+    not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
     colour jitter of its own, and normalised. (In a training of ser.py, the motion comes before
@@ -701,7 +709,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     g2 = sample_rank_geometry(len(images1), side, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return l_equiv(project, relative(g2, g1), h1, h2, temperature)
+    return layer_loss(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -804,11 +812,11 @@ class SER(nn.Module):
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv as well, so that it differs in nothing else.
-        equiv = self.equivariance(view1, view2, maps1, maps2)
+        equiv = self.l_equiv(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-    def equivariance(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
+    def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
         """L_equiv of b2. maps1, maps2: layer -> map of x1, of x2, each (B2, D, H, W)."""
         g = relative(view2.geometry, view1.geometry)
         total = 0.0
@@ -816,7 +824,7 @@ class SER(nn.Module):
             project = self.projectors[str(layer)]
             h1 = maps1[layer]     # f1(x1), if this is the last layer of f1
             h2 = maps2[layer]
-            total = total + l_equiv(project, g, h1, h2, self.temperature)
+            total = total + layer_loss(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -839,10 +847,11 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # The paper's main setting has 3 for both, so that L_equiv is after f1. To move both
-    # to block 6, give --cls-layer 6 --equiv-layers 6. After the last block no [CLS] can
-    # enter. Choice: there it enters at the input, by --cls-layer 0 --equiv-layers 12. A
-    # plain MoCo-v3 has --ratio 0 --cls-layer 0.
+    # The paper's main setting has 3 for both of the next two flags, so that L_equiv is after
+    # f1. Other settings, where [CLS] cannot enter after the last block (Choice: at the input):
+    #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
+    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
+    #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -913,7 +922,7 @@ def seeded_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seeded_encoder(args)     # and all that is made after it
+    encoder = seeded_encoder(args)     # seeds what the next lines make as well
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1002,12 +1011,12 @@ def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Mo
     return model, nn.parallel.DistributedDataParallel(model)
 
 
-def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_views,
+def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
     Methods in paper/methods bring functions of their own in place of these four:
         build(args)                        the model: SER, or another one with a `base` (section 5)
-        make_dataset(source, args)         what `two_views` returns
+        make_dataset(source, args)         what `two_view_dataset` returns
         make_optimizer(model, args)        what `adamw` returns
         schedule(optimizer, args, epoch)   called before every step"""
     # Images and plan.
@@ -1182,7 +1191,6 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
     size = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
-    largest_batch = min(size, n_images) // ranks * ranks     # that the ranks can share
 
     if args.image_size % args.patch_size > 0:
         sys.exit(f"--image-size {args.image_size}: should be a multiple of --patch-size")
@@ -1194,9 +1202,9 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
     if size <= least_b2:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
-    if size != largest_batch:
-        sys.exit(f"--batch-size {size}: should be {largest_batch}; {n_images} images, "
-                 f"{ranks} ranks")
+    if size > n_images or size % ranks > 0:
+        largest = min(size, n_images) // ranks * ranks
+        sys.exit(f"--batch-size {size}: should be {largest}; {n_images} images, {ranks} ranks")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
         sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
                  f"now b2 has {b2_total} of {size} images")

@@ -323,7 +323,7 @@ def rows_of(columns):
 
 def toy_views(step=0, **changes):
     args = toy(**changes)
-    dataset = ser.two_views(pixels(8, 3, 20, 24), args)
+    dataset = ser.two_view_dataset(pixels(8, 3, 20, 24), args)
     loaded = default_collate([dataset[0, i, i > 3] for i in range(8)])
     return ser.make_views(loaded, args, step)
 
@@ -348,7 +348,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
 @pytest.fixture(scope="module")
 def draws():
     images = pixels(1, 3, 40, 50).expand(1000, -1, -1, -1)
-    dataset = ser.two_views(images, toy(image_size=56, crop_min=0.2))
+    dataset = ser.two_view_dataset(images, toy(image_size=56, crop_min=0.2))
     found = {}
     for in_b2 in (False, True):
         views = default_collate([dataset[0, i, in_b2] for i in range(1000)])
@@ -401,7 +401,7 @@ def test_the_two_views_of_an_image_are_independent(draws):
 @parametrize("seed, epoch, index", [(1, 1, 5), (0, 2, 5), (0, 1, 6)])
 def test_draws_depend_on_seed_epoch_and_image(seed, epoch, index):
     def sample(seed, *key):
-        dataset = ser.two_views([], toy(seed=seed))
+        dataset = ser.two_view_dataset([], toy(seed=seed))
         (_, aug), _ = dataset.views(pixels(3, 20, 24), key)
         return aug
 
@@ -846,7 +846,7 @@ def test_the_defaults_are_the_papers():
     assert paper.items() <= found.items()
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
-    for loss in (patch_ntxent, ser.l_equiv, ser.equivariance_loss):
+    for loss in (patch_ntxent, ser.layer_loss, ser.equivariance_loss):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]

@@ -68,7 +68,7 @@ def training_step(flags: list[str]) -> Callable[[int], None]:
     optimizer = ser.adamw(model, args)
     images = (255 * torch.rand(args.batch_size, 3, args.image_size, args.image_size)).byte()
     keys = ser.batch_items(args.batch_size, args, 0, 1)
-    batch, = DataLoader(ser.two_views(images, args), batch_sampler=keys)
+    batch, = DataLoader(ser.two_view_dataset(images, args), batch_sampler=keys)
     loaded = [(pixels.to(device), aug) for pixels, aug in batch]
 
     def step(number: int) -> None:
@@ -135,7 +135,7 @@ def time_loader(args: Namespace) -> None:
     """Time one core. moco-v3's recipe does everything there; in ser.py the device jitters."""
     torch.set_num_threads(1)
     paths = ser.list_images(args.data)[0][:200]
-    views = ser.two_views(paths, ser.parse(["--data", args.data]))
+    views = ser.two_view_dataset(paths, ser.parse(["--data", args.data]))
     recipes = [moco_v3_recipe(1.0, 0.0), moco_v3_recipe(0.1, 0.2)]
 
     def theirs(number: int) -> None:

@@ -218,4 +218,4 @@ def build(args: Namespace) -> ser.SER:
 
 
 if __name__ == "__main__":
-    ser.train(settings(), build, ser.two_views, optimizer, schedule)
+    ser.train(settings(), build, ser.two_view_dataset, optimizer, schedule)

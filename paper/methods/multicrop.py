@@ -40,7 +40,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     """MoCo-v3's two views of an image, then four local ones."""
-    first, second = ser.two_views(source, args).view_settings
+    first, second = ser.two_view_dataset(source, args).view_settings
     # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
     # local size, moved by a g of its own, as 3.2 says of all views. The release jitters all
     # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
@@ -78,7 +78,7 @@ class MultiCropSER(ser.SER):
 
         equiv = 0.0
         for i in range(0, len(views), 2):
-            equiv = equiv + self.equivariance(views[i], views[i + 1], maps[i], maps[i + 1])
+            equiv = equiv + self.l_equiv(views[i], views[i + 1], maps[i], maps[i + 1])
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 

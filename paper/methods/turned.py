@@ -31,8 +31,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def dataset(source: list[str], args: Namespace) -> Turned:
-    """What `ser.two_views` returns, with turns."""
-    return Turned(**vars(ser.two_views(source, args)))
+    """What `ser.two_view_dataset` returns, with turns."""
+    return Turned(**vars(ser.two_view_dataset(source, args)))
 
 
 if __name__ == "__main__":

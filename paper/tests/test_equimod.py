@@ -25,7 +25,7 @@ def test_the_parameters_of_known_augmentations():
 
 def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
     image = torch.empty(3, 375, 500, device="meta")
-    data = ser.two_views([image] * 1200, equimod.settings(["--data", "x"]))
+    data = ser.two_view_dataset([image] * 1200, equimod.settings(["--data", "x"]))
     drawn = default_collate([data[0, i, False] for i in range(1200)])
     order = torch.rand(1200, 4, generator=seeded(5)).argsort(1)     # of each image
     views = [View(None, None, None, aug, order) for _, aug in drawn]
@@ -43,7 +43,7 @@ def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
         *two, (plain, record) = equimod.dataset(image[None], args)[key]
         assert same(plain, centre)
         assert record == Augmentation()
-        assert same(two, ser.two_views(image[None], args)[key])
+        assert same(two, ser.two_view_dataset(image[None], args)[key])
 
 
 def test_each_view_finds_its_prediction_among_all_and_back():

@@ -29,7 +29,7 @@ def recipe(name):
     """What ser.train is given: build, data set, optimizer, schedule; of a script, or ser.py's."""
     script = SCRIPTS[name]
     images = "six_views" if name == "multicrop" else "dataset"
-    return [getattr(script, "build", ser.build), getattr(script, images, ser.two_views),
+    return [getattr(script, "build", ser.build), getattr(script, images, ser.two_view_dataset),
             getattr(script, "optimizer", ser.adamw),
             getattr(script, "schedule", ser.set_learning_rate)]
 
@@ -95,7 +95,7 @@ def test_settings_reach_the_model_and_the_images(name):
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
     args = SCRIPTS[name].settings("--local-size 24 --local-area 0.1 0.3".split())
     local = ser.ViewSettings(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
-    wanted = [*ser.two_views([], args).view_settings, *crops * [local]]
+    wanted = [*ser.two_view_dataset([], args).view_settings, *crops * [local]]
     assert list(recipe(name)[1]([], args).view_settings) == wanted
     for size in ("9", "36"):     # of images of 32, in patches of 4
         assert f"--local-size {size}: " in sentence(SCRIPTS[name].settings, ["--local-size", size])

@@ -9,7 +9,7 @@ from test_ser import pixels
 def test_views_of_b1_are_those_of_ser_and_turned_and_those_of_b2_are_not():
     args = turned.settings([])
     images = pixels(8, 3, 32, 32)
-    plain = ser.two_views(images, args)
+    plain = ser.two_view_dataset(images, args)
     data = turned.dataset(images, args)
 
     turns = []
