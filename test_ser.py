@@ -586,8 +586,7 @@ RANK_RUN = dict(epochs=1.15, base_lr=8.0, equiv_layers=[1, 2], log_every=4, seed
 def pasted_loss(rank, ranks):
     copies = torch.rand(2, 4, 3, 16, 16, generator=seeded()).chunk(ranks, dim=1)[rank]
     f1 = functools.partial(F.conv2d, weight=noise(8, 3, 4, 4), stride=4)
-    loss = ser.equivariance_loss(f1, nn.Identity(), *copies, 4, seeded(4))
-    return loss.item()
+    return ser.equivariance_loss(f1, nn.Identity(), *copies, 4, seeded(4)).item()
 
 
 def rank_main(rank, ranks, out, folder):
@@ -783,8 +782,7 @@ def test_a_run_has_the_losses_of_its_reimplementation(plain_run):
 
 def test_a_run_has_the_weights_of_its_reimplementation(plain_run):
     found = last(plain_run.out)["model"]
-    wanted = plain_run.plain.state_dict()
-    check_same_way(found, wanted, plain_run.start, 2e-3)
+    check_same_way(found, plain_run.plain.state_dict(), plain_run.start, 2e-3)
 
 
 def test_adamw_decays_all_that_is_trained_and_nothing_else():
@@ -1029,8 +1027,7 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, wanted, folder
     model.base.predictor.register_forward_hook(lambda *call: seen.add(call[2].dtype))
     ser.train(toy(folder, tmp_path, epochs=0.2, bf16=bf16), lambda _: model)
     assert seen == {wanted}
-    for weight in model.parameters():
-        assert weight.dtype == torch.float32
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 @parametrize("kind, ranks, wanted", [
@@ -1260,21 +1257,20 @@ def protocol(request, tree, tmp_path_factory):
         plain_training(head, tables, labels, lr, min(args.batch_size, 33))
     right = {lr: top1(head(x), y) for lr, head in heads.items()}
     lr = max(right, key=right.get)
-    best = ser.Namespace(head=heads[lr], lr=lr)
 
-    return ser.Namespace(
-        folder=path.parent, args=args, rows=rows, sets=sets, best=best, right=right)
+    return ser.Namespace(folder=path.parent, args=args, rows=rows, sets=sets, right=right,
+                         best_lr=lr, best_head=heads[lr])
 
 
 def test_the_best_head_is_that_of_the_protocol(protocol):
     if protocol.args.mlp:
         return     # MLPs are not kept
     kept = head_of(protocol.folder)
-    wanted = protocol.best.head[-1]
+    wanted = protocol.best_head[-1]
     close(kept["weight"], wanted.weight)
     close(kept["bias"], wanted.bias)
 
-    assert kept["lr"] == protocol.best.lr
+    assert kept["lr"] == protocol.best_lr
     assert kept["classes"] == ["class0", "class1", "class2"]
     assert kept["settings"] == vars(protocol.args)
 
@@ -1295,7 +1291,7 @@ def test_sets_are_scored_among_all_classes_and_among_their_own(name, lacks, prot
     train, labels = protocol.sets["train"]
     near = labels >= lacks
     votes = eval_linear.knn(train[near, -16:], labels[near], x[:, -16:], y)
-    logits = protocol.best.head(x)[:, lacks:]
+    logits = protocol.best_head(x)[:, lacks:]
     kind = "mlp" if protocol.args.mlp else "linear"
     wanted = {"20-NN top-1 %": votes, f"{kind} top-1 %": top1(logits, y - lacks)}
     check_values(protocol.rows, wanted, set=name, classes=3 - lacks, block=6)
@@ -1516,9 +1512,8 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        row = {"value": value}
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
-        eval_linear.write(path, [row], ser.Namespace(seed=seed), made_by, images)
+        eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
@@ -1574,8 +1569,7 @@ def test_an_evaluation_refuses_before_the_work(flags, told, tmp_path, monkeypatc
 def test_results_are_in_out_before_they_are_printed(tree, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "print_table", lambda rows: sys.exit("closed"))
     out = tmp_path / "out"
-    args = eval_args(tree, checkpoint, "--out", out)
-    assert sentence(eval_linear.evaluate, args) == "closed"
+    assert sentence(eval_linear.evaluate, eval_args(tree, checkpoint, "--out", out)) == "closed"
     assert set(tmp_path.iterdir()) == {checkpoint, out}
     assert (out / "eval.jsonl").exists()
     assert len(results_of(out)["rows"]) == 9

@@ -50,10 +50,9 @@ def parse(argv: list[str] | None, parser: ArgumentParser, small: dict = SMALL) -
 
 def view_settings(args: Namespace) -> list[ViewSettings]:
     """T of views 1 and 2."""
-    area = (args.crop_min, 1.0)
-    view1 = ViewSettings(args.image_size, area, args.blur[0], args.solarize[0])
-    view2 = ViewSettings(args.image_size, area, args.blur[1], args.solarize[1])
-    return [view1, view2]
+    moco_v3 = ser.two_view_dataset([], args).view_settings
+    each = zip(moco_v3, args.blur, args.solarize)
+    return [view._replace(p_blur=blur, p_solarize=solarize) for view, blur, solarize in each]
 
 
 class AddOn(nn.Module):

@@ -73,9 +73,8 @@ class AugSelf(addon.AddOn):
     """A base method with two heads that predict how the augmentations of two views differ."""
     def __init__(self, base: nn.Module, args: Namespace):
         super().__init__(base, args)
-        pair = 2 * args.dim
         for task in ("crop", "color"):
-            self.heads[task] = addon.perceptron(pair, 512, 512, 4, bias=True)
+            self.heads[task] = addon.perceptron(2 * args.dim, 512, 512, 4, bias=True)
 
     def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """The sum of the two losses. Both orders of the views are one batch of 2B rows."""

@@ -70,8 +70,7 @@ class MultiCropSER(ser.SER):
     def forward(self, views: list[View]) -> dict[str, Tensor]:
         """`loss`, which carries the gradient, and its parts."""
         encoded = [ser.encode_view(self.base.encoder, view, self.layers) for view in views]
-        cls = [view_cls for view_cls, _ in encoded]        # of each view, (B, D), b1, then b2
-        maps = [view_maps for _, view_maps in encoded]     # of each view, layer -> map of b2
+        cls, maps = zip(*encoded)     # of each view, (B, D), and layer -> map of b2
         inv = self.base(views, cls)
         if views[0].b2 is None:
             return {"loss": inv, "inv": inv.detach()}

@@ -1,4 +1,3 @@
-"""AugSelf: what it predicts, in closed form, and its loss."""
 import torch
 from torch.utils.data import default_collate
 

@@ -1,4 +1,3 @@
-"""Every claim of paper/methods/barlow_twins.py."""
 import pytest
 import torch
 

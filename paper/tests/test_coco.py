@@ -48,9 +48,8 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
     args = coco.settings("--data D --checkpoint C".split())
     recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800)
     assert recipe.items() <= vars(args).items()
-    steps = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
-    for step, rate in steps.items():
-        assert coco.lr_at(step, args) == pytest.approx(rate), step
+    rates = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
+    assert {step: coco.lr_at(step, args) for step in rates} == pytest.approx(rates)
 
 
 def test_a_small_detector_finds_squares(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import eval_linear
 import ser
 
 ROOT = Path(ser.__file__).parent
@@ -32,9 +31,8 @@ def commands(name):
                 yield match[1], match[2].split(), match[3], shlex.split(match[4], comments=True)
 
 def parse(script, flags):
-    if script == "eval_linear.py":
-        return eval_linear.arguments().parse_args(flags)
-    return (ser.parse if script == "ser.py" else importlib.import_module(script).settings)(flags)
+    module = importlib.import_module(script.removesuffix(".py"))
+    return (module.parse if script.endswith(".py") else module.settings)(flags)
 
 @pytest.mark.parametrize("name", [*READMES, "ser.py", "eval_linear.py", *SCRIPTS])
 def test_each_command_line_is_one_that_its_script_takes(name):

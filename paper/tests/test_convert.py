@@ -5,9 +5,9 @@ import torch
 import ser
 from paper.experiments import convert
 from paper.tests.toys import toy_checkpoint
-from test_ser import seeded
+from test_ser import noise, shake
 
-IMAGES = torch.randn(3, 3, 16, 16, generator=seeded(1))
+IMAGES = noise(3, 3, 16, 16, seed=1)
 
 
 def run(*words):
@@ -17,9 +17,7 @@ def run(*words):
 def shaken_timm(heads):
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
-    for p in vit.eval().parameters():
-        torch.nn.init.normal_(p, std=0.3, generator=seeded(len(p)))
-    return vit
+    return shake(vit.eval())
 
 
 @pytest.mark.parametrize("heads, flags", [

@@ -1,4 +1,3 @@
-"""What paper/evaluations/correspondence.py promises."""
 import pytest
 import torch
 
@@ -15,10 +14,7 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     moved = turn(still).clone()
     moved[:, 2, 2] *= -1
     moved[:, 3, 0] = moved[:, 1, 1]
-
-    def colours(x, layers):
-        return ser.Encoded(None, {layer: x for layer in layers}, None)
-
+    colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
     assert found(colours, torch.stack([still, moved]), 1).equal(wanted)

@@ -5,7 +5,6 @@ from torch.utils.data import default_collate
 import ser
 from paper.methods import equimod
 from paper.tests.test_methods import check_gradients, layers, settings, toy_on_views
-from ser import Augmentation, View
 from test_ser import close, noise, pixels, same, seeded, slow_info_nce
 
 
@@ -14,9 +13,9 @@ def test_the_parameters_of_known_augmentations():
     box = 0.1, 0.2, 0.3, 0.4, True
     factors = 0.7, 1.2, 0.9, -0.05
     neutral = 1, 1, 1, 0
-    made = Augmentation(*box, *factors, True, 1.5, True)
-    both = default_collate([made, Augmentation()])
-    view = View(None, None, None, both, torch.tensor([2, 0, 3, 1]))
+    made = ser.Augmentation(*box, *factors, True, 1.5, True)
+    both = default_collate([made, ser.Augmentation()])
+    view = ser.View(None, None, None, both, torch.tensor([2, 0, 3, 1]))
     found = equimod.parameters(view) * equimod.STD + equimod.MEAN
     close(found, torch.tensor([
         [*box, 1, 2, 0, 3, 1, *factors, 1, 1, 1.5, 1],
@@ -28,7 +27,7 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
     data = ser.two_view_dataset([image] * 1200, equimod.settings(["--data", "x"]))
     drawn = default_collate([data[0, i, False] for i in range(1200)])
     order = torch.rand(1200, 4, generator=seeded(5)).argsort(1)     # of each image
-    views = [View(None, None, None, aug, order) for _, aug in drawn]
+    views = [ser.View(None, None, None, aug, order) for _, aug in drawn]
     found = torch.cat([equimod.parameters(view) for view in views])
     std, mean = torch.std_mean(found, dim=0)
     close(mean, torch.zeros(18), 0.08)
@@ -42,7 +41,7 @@ def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
     for image, centre in ((high, high[:, 11:39, 2:30]), (high.mT, high.mT[:, 2:30, 11:39])):
         *two, (plain, record) = equimod.dataset(image[None], args)[key]
         assert same(plain, centre)
-        assert record == Augmentation()
+        assert record == ser.Augmentation()
         assert same(two, ser.two_view_dataset(image[None], args)[key])
 
 

@@ -1,4 +1,3 @@
-"""E-SSL: the four turns of a small crop and their labels."""
 import torch
 
 import ser

@@ -1,4 +1,3 @@
-"""Every claim of paper/methods/multicrop.py."""
 import ser
 from paper.tests.test_methods import toy_on_views
 from test_ser import close, noise, slow_info_nce

@@ -49,8 +49,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
 
 def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkeypatch):
     class_folders(tmp_path / "train")
-    _, whole = train(tmp_path, 0.1)
-    (tmp_path / "out-0.1/last.pt").unlink()
+    _, whole = train(tmp_path, 0.1, "--out", f"{tmp_path}/whole")
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))
         train(tmp_path, 0.1)
@@ -68,8 +67,7 @@ def test_without_motion_the_loss_is_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
         (epoch, torch.initial_seed(), adamw.param_groups[0]["weight_decay"])))
     _, moved = train(tmp_path, 0.1, "--seed", "2")
-    (tmp_path / "out-0.1/last.pt").unlink()
-    _, still = train(tmp_path, 0.1, "--seed", "2", "--group")
+    _, still = train(tmp_path, 0.1, "--seed", "2", "--group", "--out", f"{tmp_path}/still")
     assert not torch.equal(moved.project[1].weight, still.project[1].weight)
     first, second = 2_000_000, 2_001_000     # the seeds of the epochs
     assert seen == 2 * [0, (0, first, 0.1), (0.5, first, 0.1), 1, (1, second, 0.1),
@@ -143,13 +141,11 @@ def test_readmes_tables_are_what_the_rows_say(readme, measures):
     table = readme_table(readme, "| pasted into SimCLR |")
     for place, measure in enumerate(measures.split("; ")):
         scale = 100 if "retrieval" in measure else 1
-        found = {}
-        for title in table:
-            weight, _, still = title.removeprefix("weight ").partition(", ")
-            run = (float(weight), still == "images not moved")
-            found[title] = {
-                row["seed"]: scale * row[measure] for row in rows
-                if (row["weight"], row.get("group") == []) == run and measure in row}
+        found = {title: {} for title in table}
+        for row in rows:
+            title = f"weight {row['weight']:g}" + ", images not moved" * (row.get("group") == [])
+            if title in table and measure in row:
+                found[title][row["seed"]] = scale * row[measure]
 
         seeds = set.intersection(*map(set, found.values()))
         for title, by_seed in found.items():

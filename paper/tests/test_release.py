@@ -37,7 +37,6 @@ def test_both_lambdas_see_the_same_images(monkeypatch):
 
 
 def test_ours_are_the_gradients_of_lambda_on_views_of_two_motions(monkeypatch):
-    """Of the encoder, and of the projector of L_equiv."""
     build = MagicMock()
     monkeypatch.setattr(release.ser, "build", build)
     monkeypatch.setattr(release, "gradient", lambda module: module)

@@ -1,4 +1,3 @@
-"""What paper/evaluations/robustness.py promises."""
 import json
 import re
 import shutil
@@ -65,9 +64,8 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
 
 
 def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
-    path = toy_checkpoint(tmp_path)
-    stranger = toy_head(toy_checkpoint(tmp_path / "other", seed=1))
-    shutil.copy(stranger, tmp_path / "head-stranger.pt")
+    stranger = toy_head(toy_checkpoint(tmp_path, seed=1), "head-stranger.pt")
+    path = toy_checkpoint(tmp_path)     # in place of the stranger's
 
     def load(*flags):
         args = robustness.settings(["--checkpoint", path, "--c", "C", *flags])

@@ -1,4 +1,3 @@
-"""What paper/evaluations/transformations.py promises."""
 from itertools import product
 
 import pytest

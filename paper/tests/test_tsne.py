@@ -1,4 +1,3 @@
-"""What paper/evaluations/tsne.py promises."""
 import pytest
 import torch
 from torchvision.transforms import v2
@@ -23,8 +22,7 @@ def test_purity_and_silhouette_of_literal_clusters():
     apart = on_a_circle(0, 0, 90, 90)
     assert tsne.separation(apart, labels, k=1) == pytest.approx((1, 1))
 
-    lengths = torch.tensor([2, 30, 3, 20])
-    mixed = lengths[:, None] * on_a_circle(0, 80, 1, 81)
+    mixed = torch.tensor([[2], [30], [3], [20]]) * on_a_circle(0, 80, 1, 81)
     assert tsne.separation(mixed, labels, k=1) == pytest.approx((-0.49, 0), abs=0.01)
     _, purity = tsne.separation(mixed, labels, k=2)
     assert purity == 0.25     # one of 0, and one of 81 degrees

@@ -1,4 +1,3 @@
-"""Quarter turns in T."""
 import torch
 
 import ser

@@ -65,7 +65,6 @@ def become_rank(monkeypatch, rank):
     """This process takes itself for one of two ranks, without the other: sums are its own."""
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, rank))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: None)
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda model: model)
 
 
 def values(path, **keys):
