@@ -4,7 +4,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
-of the first three classes. A row has the photograph, a turned copy in other colours, and for each
+of the first three classes. A row has the photograph, a rotated and recoloured copy, and for each
 checkpoint this copy once more, pale where a token is not found. A token is found where, of all
 tokens of the copy, it is the most similar one to its counterpart in the photograph, which has
 other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
@@ -75,7 +75,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         photo = as_seen[index][0] / 255
         shown = as_shown[index][0] / 255
         copy = copies(shown, label)[1] * ser.STD + ser.MEAN
-        pictures = {"photograph": shown, "turned, other colours": copy}
+        pictures = {"photograph": shown, "rotated and recoloured": copy}
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(photo, label), layers[0])
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"

@@ -1,4 +1,3 @@
-"""What paper/evaluations/bench3die.py promises, on coloured squares in the layout of 3DIEBench."""
 import numpy
 import pytest
 from PIL import Image

@@ -44,7 +44,6 @@ def small(monkeypatch):
 
 
 def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
-    """1,000 of warmup, falls after 30,000 and 40,000."""
     args = coco.settings("--data D --checkpoint C".split())
     recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800)
     assert recipe.items() <= vars(args).items()

@@ -35,7 +35,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         shown = eval_linear.eval_transform(32)(image) / 255     # finer than the encoder's
         still, copy = copies(shown, number) * ser.STD + ser.MEAN
         assert min((copy - turn(x)).abs().mean() for x in (shown, still)) > 0.02
-        wanted = {"photograph": shown, "turned, other colours": copy}
+        wanted = {"photograph": shown, "rotated and recoloured": copy}
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
             tokens = found(ser.load_encoder(path), copies(photo, number), 2)
             seen = tokens.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1)

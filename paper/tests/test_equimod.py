@@ -1,4 +1,3 @@
-"""EquiMod: the parameters of an augmentation, the plain view, the loss."""
 import torch
 from torch.utils.data import default_collate
 

@@ -11,7 +11,6 @@ from paper.tests.toys import CLASSES, FLAGS, class_folders
 
 
 def test_the_counts_are_the_papers():
-    """42.9 M and 43.4 M; 18.48 G, 18.63 G, 1.008x. SER adds a projector and its LayerNorm."""
     assert overhead.count() == {
         "moco: parameters": 42_890_368, "ser: parameters": 42_890_368 + 458_752 + 768,
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
@@ -77,8 +76,7 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
     made = create_autospec(overhead.training_step, return_value=lambda number: None)
     monkeypatch.setattr(overhead, "training_step", made)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
-    line = "--rows step --rounds 3 --bf16 --batch-size 24"
-    overhead.time_steps(overhead.settings(line.split()))
+    overhead.time_steps(overhead.settings("--rows=step --rounds=3 --bf16 --batch-size=24".split()))
     sides = [ser.parse(["--data", "given", *one.args[0]]) for one in made.call_args_list]
     assert [(side.ratio, side.cls_layer, side.batch_size, side.bf16) for side in sides] == [
         (0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]

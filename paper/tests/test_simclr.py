@@ -1,4 +1,3 @@
-"""SimCLR, the example of a base method that is plugged in."""
 from paper.tests.test_methods import check_gradients, layers, toy
 from test_ser import noise, slow_info_nce
 

@@ -1,4 +1,3 @@
-"""STL: pairs that share a transformation, and the two losses."""
 import torch
 
 import ser
