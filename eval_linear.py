@@ -20,7 +20,7 @@ and the equivariance of turns is always measured, after f1 or, in a plain ViT, a
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
 epoch of the heads. The best linear head is kept in a file whose name depends on settings
-and weights, so that no other head repairs it. A stopped evaluation begins anew.
+and weights, so that no other head replaces it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -477,7 +477,7 @@ def results_path(args: Namespace, name: str) -> Path:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with the settings, the weights and the images, as
-    `describe` names them, that made it. A row repairs an older one that differs from it in
+    `describe` names them, that made it. A row replaces an older one that differs from it in
     nothing but the value."""
     results = {"checkpoints": {}, "rows": []}
     if path.exists():
