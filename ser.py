@@ -848,7 +848,8 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
     # The paper's main setting has 3 for both of the next two flags, so that L_equiv is after
-    # f1. Other settings, where [CLS] cannot enter after the last block (Choice: at the input):
+    # f1. After the last block [CLS] cannot enter. Choice: then it enters at the input. So
+    # other settings are:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
