@@ -13,7 +13,6 @@
 
     python -m paper.methods.augself     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet
-    torchrun --nproc_per_node=8 -m paper.methods.augself --data /imagenet --layer 3 --out runs/aug-3
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/augself/last.pt
 
 The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, except for the

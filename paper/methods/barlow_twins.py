@@ -4,9 +4,6 @@
     torchrun --nproc_per_node=8 -m paper.methods.barlow_twins --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/barlow/last.pt
 
-Add `--weight 0 --out runs/barlow-control` to train the control, where lambda is 0, or
-`--ratio 0 --cls-layer 0 --out runs/barlow-plain` to train Barlow Twins alone.
-
 The cross-correlation of two views' K features, over the R B images of all R ranks, should be
 the identity (Zbontar et al. 2021, whose Eq. 1 and 2 have lambda for w, and no 1 / K):
 

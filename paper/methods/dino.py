@@ -4,9 +4,6 @@
     torchrun --nproc_per_node=8 -m paper.methods.dino --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/dino/last.pt
 
-Add `--weight 0 --out runs/dino-control` to train the control, where lambda is 0, or
-`--ratio 0 --cls-layer 0 --out runs/dino-plain` to train DINO alone.
-
 From one view of an image, x1 or x2, the student g_s learns to predict the distribution over
 K outputs that the teacher g_t, its moving average, gives for the other view. The equations
 are those of Caron et al. 2021:

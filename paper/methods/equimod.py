@@ -14,7 +14,6 @@
 
     python -m paper.methods.equimod     # a small ViT on synthetic images, on a CPU
     torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet
-    torchrun --nproc_per_node=8 -m paper.methods.equimod --data /imagenet --layer 3 --out runs/mod-3
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/equimod/last.pt
 
 EquiMod's own paper has SimCLR and BYOL, a ResNet-50, and a projector of width 2048. There, the

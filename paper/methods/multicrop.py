@@ -4,9 +4,6 @@
     torchrun --nproc_per_node=8 -m paper.methods.multicrop --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/multicrop/last.pt
 
-Add `--weight 0 --out runs/multicrop-control` to train the control, where lambda is 0, or
-`--ratio 0 --cls-layer 0 --out runs/multicrop-plain` to train MoCo-v3 with 2 + 4 views.
-
 An image has two global views, those of MoCo-v3, and four local ones, small crops (paper A.1):
 
     queries   all six views through the online encoder

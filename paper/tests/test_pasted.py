@@ -129,17 +129,16 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     assert model.f1(images[..., :40]).shape == (2, 128, 8, 5)
 
 
-@pytest.mark.parametrize("readme, header, measures", [
-    ("README.md", "| pasted", "linear top-1 %; 20-NN top-1 %; turned, linear top-1 %"),
-    ("paper/README.md", "| retrieval % of what was pasted |", "rot90 retrieval"),
-    ("paper/README.md", "| pasted", "rotation %; flip %")])
-def test_readmes_tables_are_what_the_rows_say(readme, header, measures):
+@pytest.mark.parametrize("header, measures", [
+    ("| pasted", "linear top-1 %; 20-NN top-1 %; turned, linear top-1 %; rot90 retrieval"),
+    ("| turns and flips |", "rotation %; flip %")])
+def test_readmes_tables_are_what_the_rows_say(header, measures):
     rows = json.loads(Path(pasted.__file__).with_suffix(".json").read_text())
     args = vars(pasted.settings(["--data", "D"]))
     for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
         assert {row[key] for row in rows} == {args[key]}
 
-    table = readme_table(readme, header)
+    table = readme_table("paper/README.md", header)
     for place, measure in enumerate(measures.split("; ")):
         scale = 100 if "retrieval" in measure else 1
         found = {title: {} for title in table}
