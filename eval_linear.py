@@ -15,7 +15,8 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
 
 --equivariance adds its results to those of other flags, and evaluates the untrained encoder
 that the run began with as well. Without --data, images are synthetic, --cache is always on,
-and the equivariance of turns is always measured, after f1 or, in a plain ViT, after block 1.
+and the equivariance of turns is always measured, after f1 or, in a plain ViT, after block 1,
+also that of the untrained encoder.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
@@ -82,7 +83,7 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says. Synthetic images set --cache afterwards, which asks for no heads.
+    # As the table above says. Only a --cache that the user gave asks for heads.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
@@ -138,7 +139,7 @@ class Sets(NamedTuple):
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
     side = round(size * 256 / 224)
-    # Choice: bicubic here and bilinear in training, as the release and DINO's eval_linear.
+    # Choice: bicubic here, bilinear in crops of training, as the release and DINO's eval_linear.
     resize = v2.Resize(side, v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -152,7 +153,7 @@ def class_folder(root: str | Path, transform: Callable | None,
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
     names = list(classes or folder.classes)
-    # In ImageNet-V2, the folders are called 0, 1, ..., which are labels, not classes.
+    # If none of the folders is a class, they should be labels, 0, 1, ..., as in ImageNet-V2.
     if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
@@ -263,6 +264,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     layers = []
     if mlp:
         # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it follows.
+        # They train by Adam, and we by SGD, as linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)
@@ -384,7 +386,7 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
     """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
     that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))     # of view 2
+    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))     # g2 of `cosine`
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(n) % 3)
     if element == "hflip":
@@ -392,7 +394,7 @@ def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
     return g
 
 
-def colour_jitter(x: Tensor, generator: torch.Generator) -> Tensor:
+def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
     of training, and normalise them."""
     def sample(middle: float, width: float) -> Tensor:
@@ -403,7 +405,7 @@ def colour_jitter(x: Tensor, generator: torch.Generator) -> Tensor:
         brightness=sample(1, ser.BRIGHTNESS), contrast=sample(1, ser.CONTRAST),
         saturation=sample(1, ser.SATURATION), hue=sample(0, ser.HUE),
         gray=none, blur=none, solarize=none)
-    return ser.photometric(x, aug, order=torch.arange(4))
+    return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
 @torch.no_grad()
@@ -521,7 +523,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     x_train, y_train = extract(encoder, sets.centre_crops, args)
     if x_train.is_cuda:
-        x_train = x_train.half()     # for memory
+        x_train = x_train.half()     # half of the memory; heads and k-NN take them as fp32
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     # The best head.
@@ -566,7 +568,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
     rows = []
     for element, block in pairs:
         maps = partial(map_after, encoder, block)
-        change = partial(colour_jitter, generator=ser.rng("jitter", element))
+        change = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
         values = {
             f"{element} cosine": cosine(maps, images, patch, element),
             f"{element} retrieval": retrieval(maps, images, patch, element),

@@ -59,8 +59,8 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
-# end of 4. The copy needs math, torch, torch.nn as nn, torch.nn.functional as F,
-# torch.distributed as dist, and typing.NamedTuple. Both write torch.Tensor, to need no other.
+# end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple. This is why
+# they write torch.Tensor, where other sections have Tensor, and what they need of ranks is here.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
@@ -106,11 +106,11 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), of any dtype. Crops and rho share it (3.2), and so do
-    position embeddings."""
+    """(B, C, h, w) -> (B, C, *size), of any float dtype, and of uint8 on a CPU. Crops and rho
+    share it (3.2), and so do position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # Other types go through float32, as PyTorch does not resize them on a CPU.
+    # Half precision goes through float32, as PyTorch does not resize it on a CPU.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -182,7 +182,8 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
 # the image and the epoch. The motions of b2, and the order of colour jitter, depend on --seed and
-# the step. The number of loader processes changes nothing, and a run can be repeated.
+# the step. The number of loader processes changes nothing, and a run can be repeated, on a CPU
+# bit for bit.
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
     return random.Random(repr(names)).getrandbits(63)
@@ -227,19 +228,21 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #   batch_items     (epoch, index, in_b2)            it is chosen, for b1 or b2
 #   Dataset         [(pixels, Augmentation), ...]    for each view it is cropped, if it is of
 #                                                    b1, and its jitter is sampled
-#   the loader      the same, of a batch             numbers become tensors (B,)
-#   make_views      [View, ...]                      on the device: b2 is moved, and all
-#                                                    images are jittered at once, for speed
+#   DataLoader      the same, of a batch             its collate function stacks images, and
+#                                                    makes tensors (B,) of numbers
+#   make_views      [View, ...]                      on the device: b2 is moved; then all of
+#                                                    b1 is jittered at once, and all of b2
 #
 # T is MoCo-v3's, and its last four rows are the photometric jitter. MoCo-v3 flips last,
-# which makes no difference.
+# which makes no difference. The device makes the jitter, as CPU cores would take longer for it
+# than for reading and cropping.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
 #   random crop     loader    1       1        .08 to 1 of the area,      the whole image,
 #                                              aspect ratio 3/4 to 4/3    as a square
-#   flip            loader    .5      .5       horizontal                 flip, turn and scaling
-#                                                                         of rho_g (device)
+#   flip            loader    .5      .5       horizontal                 the motion rho_g, made
+#                                                                         by the device
 #   colour jitter   device    .8      .8       brightness, contrast .4,   the same
 #                                              saturation .2, hue .1
 #   grayscale       device    .2      .2                                  the same
@@ -272,7 +275,7 @@ class Augmentation(NamedTuple):
     width: Value = 1.0
     flip: Value = False
 
-    # The photometric jitter, which `photometric` will make.
+    # The photometric jitter, which `jitter_and_normalise` will make.
     brightness: Value = 1.0    # factors
     contrast: Value = 1.0
     saturation: Value = 1.0
@@ -367,7 +370,7 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
-def photometric(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
     them. order: (4,), a permutation of the four operations of the colour jitter."""
     # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
@@ -419,22 +422,22 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         # image: all images of a view share one, on all ranks, for speed.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
 
-        b1 = photometric(images[:B1], aug.select(slice(B1)), order)
+        b1 = jitter_and_normalise(images[:B1], aug.select(slice(B1)), order)
 
         b2 = g = None
         if B2 > 0:
             shared = rng(args.seed, "geometry", step, index)
-            side = pixels.shape[-1] // args.patch_size
-            g = sample_rank_geometry(B2, side, args.group, shared)
+            grid = pixels.shape[-1] // args.patch_size
+            g = sample_rank_geometry(B2, grid, args.group, shared)
             # Choice: the motion comes before photometric jitter. The paper names no order.
             moved = rho(g, images[B1:], args.patch_size)
-            b2 = photometric(moved, aug.select(slice(B1, None)), order)
+            b2 = jitter_and_normalise(moved, aug.select(slice(B1, None)), order)
 
         views.append(View(b1, b2, g, aug, order))
     return views
 
 
-# What `photometric` calls. These operations are those of torchvision, but each of the
+# What `jitter_and_normalise` calls. These operations are those of torchvision, but each of the
 # images (B, 3, h, w) in [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of 1, or a
 # hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
@@ -600,7 +603,8 @@ def encode_view(encoder: ViT, view: View,
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
 # ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
 #
-# Anchors, positives and negatives carry gradient, unlike in the release, see README.
+# Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In the
+# release none does, as its gather stops it; README.md has a command that shows this.
 #
 # `patch_ntxent` takes tokens, and `layer_loss` takes the two maps of a layer. Our training
 # calls the latter for each layer, in SER.l_equiv. `equivariance_loss` is for other trainings.
@@ -697,16 +701,15 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. (In a training of ser.py, the motion comes before
-    the jitter.) They should be squares. Others are distorted, as every view is resized to an
-    aspect ratio of 3/4 to 4/3.
+    colour jitter of its own, and normalised. They should be squares. Others are distorted, as
+    every view is resized to an aspect ratio of 3/4 to 4/3.
     f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
     patch: the side of its patches in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control, the same loss without any motion."""
-    side = min(images1.shape[2:]) // patch
-    g1 = sample_rank_geometry(len(images1), side, elements, shared)
-    g2 = sample_rank_geometry(len(images1), side, elements, shared)
+    grid = min(images1.shape[2:]) // patch
+    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
+    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return layer_loss(project, relative(g2, g1), h1, h2, temperature)
@@ -734,8 +737,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the
-    mean cross-entropy times 2 * temperature, MoCo-v3's factor. At chance the cross-entropy is
-    ln(R B)."""
+    mean cross-entropy times 2 * temperature, MoCo-v3's factor. At chance that is 2 * temperature
+    * ln(R B)."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -817,7 +820,7 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1, maps2: layer -> map of x1, of x2, each (B2, D, H, W)."""
+        """L_equiv of b2. maps1, maps2: layer -> h1, and layer -> h2, as in `layer_loss`."""
         g = relative(view2.geometry, view1.geometry)
         total = 0.0
         for layer in self.layers:
@@ -839,7 +842,8 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder of images, any depth; none: synthetic images")
+    add("--data", default="",
+        help="folder of images, any depth, or one with train/; none: synthetic images")
     add("--out", default="runs/ser", help="folder of the run; a run there goes on")
     add("--image-size", type=count, default=224, help="side of a view, pixels")
     add("--patch-size", type=count, default=16, help="side of a patch, pixels")
@@ -847,12 +851,12 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # The paper's main setting has 3 for both of the next two flags, so that L_equiv is after
-    # f1. After the last block [CLS] cannot enter. Choice: then it enters at the input. So
-    # other settings are:
+    # In the paper's main setting, both of the next two flags are 3, so that L_equiv is after
+    # f1. Neither follows the other. For other settings, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
+    # Choice: with L_equiv after the last block, where [CLS] cannot enter, it enters at the input.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -923,7 +927,8 @@ def seeded_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seeded_encoder(args)     # seeds what the next lines make as well
+    # This seeds torch, so that the next two lines make the same weights in each run, too.
+    encoder = seeded_encoder(args)
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 

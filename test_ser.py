@@ -342,7 +342,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     order = torch.tensor([2, 0, 3, 1])
     for x in (x, x.mT.contiguous()):
         wanted = [plain_jitter(*pair, order) for pair in zip(x, rows_of(aug))]
-        close(ser.photometric(x, aug, order), torch.stack(wanted), 1e-4)
+        close(ser.jitter_and_normalise(x, aug, order), torch.stack(wanted), 1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -767,10 +767,10 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
             aug = view.augmentation
             cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
             cut = torch.stack(cut) / 255
-            close(view.b1, ser.photometric(cut[:n_b1], aug.select(slice(n_b1)), view.order))
+            close(view.b1, ser.jitter_and_normalise(cut[:n_b1], aug.select(slice(n_b1)), view.order))
             if view.b2 is not None:
                 moved = slow_rho(view.geometry, cut[n_b1:], 4)
-                close(view.b2, ser.photometric(moved, aug.select(slice(n_b1, None)), view.order))
+                close(view.b2, ser.jitter_and_normalise(moved, aug.select(slice(n_b1, None)), view.order))
 
 
 def test_a_run_has_the_losses_of_its_reimplementation(plain_run):
@@ -1061,7 +1061,7 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
         colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
         assert eval_linear.retrieval(colours, images, 4) > 0.95
-    jitter = functools.partial(eval_linear.colour_jitter, generator=ser.rng("any"))
+    jitter = functools.partial(eval_linear.recolour_and_normalise, generator=ser.rng("any"))
     assert eval_linear.retrieval(colours, shown, 4, change=jitter) < 0.1
 
 

@@ -35,7 +35,7 @@ def copies(photo: Tensor, label: int) -> Tensor:
     """A photograph (3, S, S) in [0, 1] and its turned copy, each in colours of its own, as the
     encoder takes them; (2, 3, S, S). A larger photograph gets the same colours."""
     both = torch.stack([photo, turn(photo)])
-    return eval_linear.colour_jitter(both, ser.rng("correspondence", label))
+    return eval_linear.recolour_and_normalise(both, ser.rng("correspondence", label))
 
 
 @torch.no_grad()
