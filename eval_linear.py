@@ -123,7 +123,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     settings = state["settings"]
     if settings["data"] and not args.data:
         sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
-    encoder = ser.encoder_of(state)
+    encoder = ser.make_encoder(Namespace(**settings)).eval()
+    encoder.load_state_dict(state["encoder"])
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 

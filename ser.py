@@ -974,11 +974,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 def load_encoder(path: str | Path) -> ViT:
     """The encoder of a checkpoint, in eval mode."""
-    return encoder_of(load_checkpoint(path))
-
-
-def encoder_of(state: dict[str, Any]) -> ViT:
-    """The encoder of what `load_checkpoint` returned, in eval mode."""
+    state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
     return encoder.eval()

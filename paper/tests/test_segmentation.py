@@ -1,0 +1,66 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ser
+from paper.evaluations import segmentation
+from paper.evaluations.segmentation import CLASSES, score, shares, tokens, train_head
+from paper.tests.toys import call, toy_checkpoint, values
+from test_ser import close, noise, pixels, seeded, write_image
+
+
+def street(root, n, seed):
+    """n photographs 16 x 24 whose patches of 4 x 4 have the colour of their class, or none."""
+    names = torch.randint(CLASSES + 2, (n, 4, 6), generator=seeded(seed))
+    colours = pixels(CLASSES + 2, 3, 1, 1, seed=9)[:, :, 0, 0]
+    for number, label in enumerate(names.repeat_interleave(4, 1).repeat_interleave(4, 2)):
+        write_image(root / f"{number}.png", colours[label].movedim(2, 0))
+        write_image(root.with_name(root.name + "annot") / f"{number}.png", label[None].byte())
+    return names
+
+
+def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypatch):
+    encoder = ser.load_encoder(toy_checkpoint(tmp_path))
+    images = pixels(18, 3, 8, 16)
+    x = ser.normalise(torch.rot90(images, 3, (2, 3)) / 255)
+    wanted = torch.rot90(encoder(x, [2]).maps[2], 1, (2, 3)).movedim(1, 3)
+    close(tokens(encoder, images, 2, 3), wanted.detach())
+
+    street(tmp_path / "train", 40, 1)
+    street(tmp_path / "test", 3, 2)
+    words = ["--data", tmp_path, "--checkpoint", tmp_path / "last.pt", "--size", 16, 24]
+    seen = []
+    monkeypatch.setattr(segmentation, "train_head", lambda x, y, seed: seen.append(x) or
+                        train_head(x, y, seed))
+    call(segmentation, *words, "--layer", 1, "--turn")
+    photographs, _, _ = segmentation.load(tmp_path / "train", (16, 24))
+    for i in (0, 1, 2, 7):
+        one = tokens(encoder, photographs[i:i + 1], 1, i % 4)
+        close(seen[0].unflatten(0, (40, 4, 6))[i], one[0], 1e-4)
+
+    call(segmentation, *words)
+    upright = values(tmp_path / "segmentation.json", set="test turned 0", block=3)
+    assert upright["pixel accuracy %"] > 60     # 9 by chance
+    assert len(values(tmp_path / "segmentation.json", set="test turned 270", block=1)) == 2
+
+
+def test_a_head_learns_the_share_of_each_class_in_a_patch():
+    labels = torch.full((1, 4, 8), CLASSES)
+    labels[0, :, :3] = 2
+    labels[0, 0, 3] = 5
+    y = shares(labels, 4)
+    assert y.shape == (1, 1, 2, CLASSES) and y[0, 0, 1].eq(0).all()
+    assert (y[0, 0, 0, [2, 5]] * 16).tolist() == [12, 1]
+
+    y[0, 0, 1, 7] = 1 / 16
+    x = 100 + 50 * torch.tensor([[1.0], [-1.0]])
+    p = train_head(x, y[0, 0], 0)(x).softmax(1)
+    assert (p[0, 2] / p[0, 5]).item() == pytest.approx(12, rel=0.1) and p[1].argmax() == 7
+
+
+def test_scores_count_all_labelled_pixels_together():
+    logits = F.one_hot(torch.tensor([[[0, 1]], [[2, 2]]]), CLASSES).float()     # (2, 1, 2, C)
+    labels = torch.tensor([[[0, 0, 1, 11]], [[2, 2, 2, 0]]])
+    found = score(torch.nn.Identity(), logits, labels)
+    assert found == pytest.approx({
+        "pixel accuracy %": 100 * 6 / 7, "mIoU %": 100 * (2 / 3 + 1 + 3 / 4) / 3})
