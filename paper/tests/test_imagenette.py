@@ -134,8 +134,11 @@ def printed_title(title):
     if "block" in title:
         kind, element, block = title.replace(" %,", ",").removesuffix(", %").split(", ")
         return f"{element} {kind}, {block}"
-    kind = title.replace("linear probe, rotated images", "turned, linear")
-    kind = kind.replace("turned images", "turned").replace("MLP", "mlp")
+    kind = title.replace("turned images", "turned").replace("MLP", "mlp")
+    if ", rotated" in title:
+        kind = "turned " + re.sub(", rotated (images|scenes)", "", title)
+    if "mIoU" in title:
+        return f"{kind}, block 6"
     return re.sub(" probe|,|,? top-1 %", "", kind) + " top-1 %, block 6"
 
 
@@ -162,7 +165,9 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("paper/README.md", "| | MoCo-v3 | control | SER, lambda .1",
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
     ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
-    ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 100")])
+    ("paper/README.md", "| 100 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 100"),
+    ("paper/README.md", "| CamVid, 100", "control; SER", "--epochs 100"),
+    ("paper/README.md", "| CamVid, ten", "turned; control; SER-0.1; SER", "--epochs 10 --seeds 2")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
