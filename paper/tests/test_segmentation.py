@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,8 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     call(segmentation, *words)
     upright = values(tmp_path / "segmentation.json", set="test turned 0", block=3)
     assert upright["pixel accuracy %"] > 60     # 9 by chance
+    images = json.loads((tmp_path / "segmentation.json").read_text())["rows"][0]["images"]
+    assert images.startswith("train: 40 images") and ", test: 3 images" in images
     assert len(values(tmp_path / "segmentation.json", set="test turned 270", block=1)) == 2
 
 
@@ -54,7 +58,9 @@ def test_a_head_learns_the_share_of_each_class_in_a_patch():
 
     y[0, 0, 1, 7] = 1 / 16
     x = 100 + 50 * torch.tensor([[1.0], [-1.0]])
-    p = train_head(x, y[0, 0], 0)(x).softmax(1)
+    head = train_head(x, y[0, 0], 0)
+    p = head(x).softmax(1)
+    assert not head.training     # it would normalise each image by its own statistics
     assert (p[0, 2] / p[0, 5]).item() == pytest.approx(12, rel=0.1) and p[1].argmax() == 7
 
 
