@@ -5,7 +5,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
 of the first three classes. A row has the photograph, a rotated and recoloured copy, and for each
-checkpoint this copy once more, pale where a token is not found. A token is found where, of all
+checkpoint this copy once more, pale blue where a token is not found. A token is found where, of all
 tokens of the copy, it is the most similar one to its counterpart in the photograph, which has
 other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
 share of these tokens in many images, where it looks among those of 32 images.
@@ -19,6 +19,8 @@ from torch import Tensor
 import eval_linear
 import ser
 from paper.evaluations import arguments, load_several, main
+
+PALE = torch.tensor([0.78, 0.84, 0.96]).view(3, 1, 1)     # a colour that photographs seldom have
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -79,8 +81,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(photo, label), layers[0])
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
-            strength = F.interpolate(0.2 + 0.8 * tokens[None, None].float(), shown.shape[1:])
-            pictures[title] = 1 - strength[0] * (1 - copy)     # the rest fades to white
+            strength = F.interpolate(0.15 + 0.85 * tokens[None, None].float(), shown.shape[1:])
+            pictures[title] = PALE + strength[0] * (copy - PALE)
 
         for panel, (title, picture) in zip(row, pictures.items()):
             panel.set_title(title)

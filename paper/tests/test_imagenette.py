@@ -135,8 +135,9 @@ def printed_title(title):
         kind, element, block = title.replace(" %,", ",").removesuffix(", %").split(", ")
         return f"{element} {kind}, {block}"
     kind = title.replace("turned images", "turned").replace("MLP", "mlp")
+    kind = kind.replace("pixel accuracy", "top-1")
     if ", rotated" in title:
-        kind = "turned " + re.sub(", rotated (images|scenes)", "", title)
+        kind = "turned " + re.sub(", rotated (images|scenes)", "", kind)
     if "mIoU" in title:
         return f"{kind}, block 6"
     return re.sub(" probe|,|,? top-1 %", "", kind) + " top-1 %, block 6"
