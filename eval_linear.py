@@ -13,10 +13,10 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
     --knn             no                      yes      no                  minutes
     --equivariance    no                      no       after every block   minutes
 
---equivariance adds its results to those of other flags, and evaluates the untrained encoder
-that the run began with as well. Without --data, images are synthetic, --cache is always on,
-and the equivariance of turns is always measured, after f1 or, in a plain ViT, after block 1,
-also that of the untrained encoder.
+--equivariance adds its results to those of other flags. With it, the untrained encoder that
+the run began with is evaluated, too. Without --data, images are synthetic, --cache is always
+on, and so is --equivariance, but for turns and one block alone: the last of f1 or, in a plain
+ViT, the first.
 
 eval.json collects the results of all evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
@@ -66,7 +66,7 @@ def arguments() -> ArgumentParser:
         help="learning rates, scaled by batch size / 256; each trains a head")
     add("--epochs", type=ser.count, default=50, help="passes over the images (paper: 50)")
     add("--batch-size", type=ser.count, default=1024,
-        help="images a step, of heads and of the encoder, over all ranks")
+        help="images a step of the heads, and of the encoder over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
@@ -160,7 +160,7 @@ def class_folder(root: str | Path, transform: Callable | None,
     for name in folder.classes:
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
-    labels = [names.index(name) for name in folder.classes]
+    labels = [names.index(name) for name in folder.classes]     # a label for each folder
     folder.samples = [(path, labels[place]) for path, place in folder.samples]
     return folder
 
@@ -220,7 +220,7 @@ class Seeded(Dataset):
 
 # ==== 3. Features of the frozen encoder ===============================================
 def last_blocks(encoder: ViT) -> range:
-    """The last four blocks (4.1) or, where [CLS] enters later, those that have it."""
+    """The last four blocks (4.1). Choice: where [CLS] enters later, those that have it."""
     before = max(encoder.depth - 4, encoder.cls_layer)
     return range(before + 1, encoder.depth + 1)
 
@@ -264,8 +264,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     """A linear head or a three-layer MLP: features (B, width) -> logits (B, classes)."""
     layers = []
     if mlp:
-        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it follows.
-        # They train by Adam, and we by SGD, as linear heads.
+        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
+        # follows. They train by Adam, and we by SGD, as linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)
@@ -283,7 +283,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     With --cache, the heads learn from `train`. Without it, they learn from random crops, which
     are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
     then each of them trains all heads. On ImageNet, the features of a ViT-S are 8 GB for an
-    epoch. While they are made, those of the epoch before are on the GPU as well."""
+    epoch. While they are made, those of the epoch before are on the GPU as well, and those of
+    centre crops, 4 GB."""
     x_train, y_train = train
     x_val, y_val = val
     n_images = len(y_train)
@@ -365,8 +366,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# A function f1 that makes a map of an image, here the blocks up to any one, is equivariant
-# if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2
+# f1 is here any function that makes a map of an image, such as all blocks up to one. It is
+# equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2
 # measures by the cosine how nearly they agree. Retrieval is our own measure. As almost
 # every turned token would be found by the mean colour of its patch alone, retrieval is
 # also measured between two copies of an image that have a colour jitter each.
@@ -387,7 +388,7 @@ def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
 def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
     """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
     that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))     # g2 of `cosine`
+    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
     if element == "rot90":
         g = g._replace(turns=1 + torch.arange(n) % 3)
     if element == "hflip":
@@ -550,7 +551,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
                 top1, top5 = accuracy(head(x), y, among)
                 values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
-            chosen = torch.isin(y_train, among)
+            chosen = torch.isin(y_train, among)     # neighbours are of these classes alone
             last = slice(-encoder.dim, None)     # the features of the last block
             values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
             rows += make_rows(values, name, len(among), encoder.depth)

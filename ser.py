@@ -21,7 +21,8 @@ Usage:
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
 (3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where
-we depart from it, in nine places, which paper/README.md lists as well. "The release" is
+we depart from it, in nine places, which paper/README.md lists as well. 4.1 keeps MoCo-v3's
+defaults without naming them, so what we cite it for is in MoCo-v3's code. "The release" is
 the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -146,7 +147,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
     # Let view i be flipped (m_i = 1) or not (m_i = 0), and then make t_i quarter turns.
     # With M for the flip and Q for a quarter turn, that is Q^t_i M^m_i, read from right
-    # to left. As M Q = Q^-1 M, and without scalings,
+    # to left. As M M = 1 and M Q = Q^-1 M, and without scalings,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
@@ -179,11 +180,11 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
-# The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
-# rest are b2. Each rank takes its part of both. What is sampled for an image depends on --seed,
-# the image and the epoch. The motions of b2, and the order of colour jitter, depend on --seed and
-# the step. The number of loader processes changes nothing, and a run can be repeated, on a CPU
-# bit for bit.
+# The partition of Algorithm 1: of a batch in random order, the first images are b1 and
+# the rest are b2. Each rank takes its part of both. What is sampled for an image depends
+# on --seed, the image and the epoch. The motions of b2, and the order of colour jitter,
+# depend on --seed and the step. The number of loader processes changes nothing, and a run
+# can be repeated, on a CPU bit for bit.
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
     return random.Random(repr(names)).getrandbits(63)
@@ -234,8 +235,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                                                    b1 is jittered at once, and all of b2
 #
 # T is MoCo-v3's, and its last four rows are the photometric jitter. MoCo-v3 flips last,
-# which makes no difference. The device makes the jitter, as CPU cores would take longer for it
-# than for reading and cropping.
+# which makes no difference. The device makes the jitter, as CPU cores would take longer
+# for it than for reading and cropping.
 #
 #   T               made by   probability      range                      T_eq has
 #                             view 1  view 2
@@ -249,7 +250,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #   blur            device    1       .1       sigma .1 to 2 pixels       the same
 #                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
-P_FLIP = 0.5     # probabilities of both views
+P_FLIP = 0.5     # probabilities, the same in both views
 P_COLOUR = 0.8
 P_GRAY = 0.2
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
@@ -285,7 +286,7 @@ class Augmentation(NamedTuple):
     solarize: Value = False
 
     def select(self, part: slice) -> "Augmentation":
-        """Of a batch, what was sampled for a part of its images."""
+        """What was sampled for some images of the batch."""
         return Augmentation(*[field[part] for field in self])
 
 
@@ -437,9 +438,9 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# What `jitter_and_normalise` calls. These operations are those of torchvision, but each of the
-# images (B, 3, h, w) in [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of 1, or a
-# hue shift of 0, leaves an image as it is, bit for bit.
+# What `jitter_and_normalise` calls. These operations are those of torchvision, but each
+# of the images (B, 3, h, w) in [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of
+# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -468,9 +469,10 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # The usual closed form of HSV gives each channel back:
+    # HSV has a closed form that gives each channel back:
     #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
+    # where the offset is 5 for red, 3 for green and 1 for blue. Pure red, for instance, has
+    # value and chroma 1 and hue 0. So k is 5, 3 and 1, and the channels are 1, 0 and 0.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -479,9 +481,10 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike 4.1: a Gaussian, cut off; MoCo-v3's is Pillow's, which approximates it.
+    # Choice, unlike 4.1: a Gaussian that is cut off. MoCo-v3 blurs by Pillow, which
+    # approximates a Gaussian by boxes.
     B, _, h, w = x.shape
-    radius = math.ceil(6 * max(h, w) / 224)     # about three times the largest sigma of T
+    radius = math.ceil(3 * 2.0 * max(h, w) / 224)     # three times the largest sigma of T
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -603,15 +606,15 @@ def encode_view(encoder: ViT, view: View,
 # place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
 # ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
 #
-# Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In the
-# release none does, as its gather stops it; README.md has a command that shows this.
+# Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In
+# the release none does, as its gather stops it; README.md has a command that shows this.
 #
-# `patch_ntxent` takes tokens, and `layer_loss` takes the two maps of a layer. Our training
-# calls the latter for each layer, in SER.l_equiv. `equivariance_loss` is for other trainings.
+# `patch_ntxent` takes tokens. `layer_loss` takes the two maps of a layer, and is what SER
+# calls. `equivariance_loss` takes images, and is for other trainings.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice, unlike 3.3: LayerNorm and no biases, as in the release. Choice: both layers
-    # have the same width.
+    # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
+    # Choice: both layers have the same width.
     linear1 = nn.Linear(dim, width, bias=False)
     linear2 = nn.Linear(width, width, bias=False)
     return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
@@ -851,8 +854,8 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # In the paper's main setting, both of the next two flags are 3, so that L_equiv is after
-    # f1. Neither follows the other. For other settings, give both:
+    # In the paper's main setting, both of the next two flags are 3, so that L_equiv is
+    # after f1. Neither follows the other. For other settings, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
@@ -985,8 +988,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     sentence if settings, images or ranks differ from those of the checkpoint."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # Both folders may have moved, as images are known by their names. The other three
-    # settings change no result.
+    # The folders `data` and `out` may have moved, as images are known by their names. The
+    # other three settings change no result.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
