@@ -767,10 +767,11 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
             aug = view.augmentation
             cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
             cut = torch.stack(cut) / 255
-            close(view.b1, ser.jitter_and_normalise(cut[:n_b1], aug.select(slice(n_b1)), view.order))
+            aug1, aug2 = aug.select(slice(n_b1)), aug.select(slice(n_b1, None))
+            close(view.b1, ser.jitter_and_normalise(cut[:n_b1], aug1, view.order))
             if view.b2 is not None:
                 moved = slow_rho(view.geometry, cut[n_b1:], 4)
-                close(view.b2, ser.jitter_and_normalise(moved, aug.select(slice(n_b1, None)), view.order))
+                close(view.b2, ser.jitter_and_normalise(moved, aug2, view.order))
 
 
 def test_a_run_has_the_losses_of_its_reimplementation(plain_run):

@@ -33,7 +33,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments("folder with train, trainannot, test and testannot")
     add = parser.add_argument
     add("--size", type=ser.count, nargs=2, default=[352, 480], help="rows and columns of pixels")
-    add("--layer", type=ser.count, help="the block whose tokens are read; none: the last")
     add("--turn", action="store_true", help="turn photographs of train by 0 to 3 quarter turns")
     return parser.parse_args(argv)
 
@@ -53,13 +52,14 @@ def load(folder: Path, size: list[int]) -> tuple[Tensor, Tensor, str]:
 
 
 @torch.no_grad()
-def tokens(encoder: ser.ViT, images: Tensor, layer: int, turns: int) -> Tensor:
-    """Tokens (n, h, w, D) of photographs after so many quarter turns, turned back."""
+def tokens(encoder: ser.ViT, images: Tensor, turns: int) -> Tensor:
+    """The final tokens (n, h, w, D) of photographs after so many quarter turns, turned back."""
     maps = []
     for batch in images.split(16):
-        moved = torch.rot90(batch, turns, (2, 3)).to(encoder.cls_token.device)
-        h = eval_linear.map_after(encoder, layer, ser.normalise(moved / 255))
-        maps.append(torch.rot90(h, -turns, (2, 3)))
+        moved = batch.rot90(turns, (2, 3)).to(encoder.cls_token.device)
+        x = ser.normalise(moved / 255)
+        h = eval_linear.map_after(encoder, encoder.depth, x)
+        maps.append(h.rot90(-turns, (2, 3)))
     return torch.cat(maps).movedim(1, 3)
 
 
@@ -117,12 +117,12 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "segmentation.json")
     encoder = checkpoint.encoder.to(device)
-    layer = args.layer or encoder.depth
 
     images, labels, train = load(Path(args.data, "train"), args.size)
-    turned = [tokens(encoder, images, layer, turns) for turns in range(4 if args.turn else 1)]
-    # With --turn, each photograph is seen after one number of turns.
-    x = torch.stack([turned[i % len(turned)][i] for i in range(len(images))])
+    x = tokens(encoder, images, turns=0)
+    if args.turn:     # three of four photographs make 1, 2 or 3 quarter turns
+        for turns in (1, 2, 3):
+            x[turns::4] = tokens(encoder, images[turns::4], turns)
     y = shares(labels, encoder.patch_size).to(x)
     head = train_head(x.flatten(0, 2), y.flatten(0, 2), args.seed)
 
@@ -130,8 +130,10 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     rows = []
     lines = []
     for turns in range(4):
-        values = score(head, tokens(encoder, images, layer, turns), labels)
-        rows += eval_linear.make_rows(values, f"test turned {90 * turns}", CLASSES, layer)
+        x = tokens(encoder, images, turns)
+        values = score(head, x, labels)
+        name = f"test turned {90 * turns}"
+        rows += eval_linear.make_rows(values, name, CLASSES, encoder.depth)
         texts = [f"{name} {value:.1f}" for name, value in values.items()]
         lines.append(f"turned by {90 * turns:3} degrees: {', '.join(texts)}")
 
