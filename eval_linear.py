@@ -153,14 +153,15 @@ def class_folder(root: str | Path, transform: Callable | None,
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
+    # The label of a folder is the place of its name in this list. If no folder is called as a
+    # class, all should be called 0, 1, ..., as in ImageNet-V2.
     names = list(classes or folder.classes)
-    # If none of the folders is a class, they should be labels, 0, 1, ..., as in ImageNet-V2.
     if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
-    labels = [names.index(name) for name in folder.classes]     # a label for each folder
+    labels = [names.index(name) for name in folder.classes]
     folder.samples = [(path, labels[place]) for path, place in folder.samples]
     return folder
 
@@ -505,7 +506,7 @@ def print_table(rows: Sequence[dict]) -> None:
     table = {}
     for row in rows:
         measure, value = row["measure"], row["value"]
-        if "retrieval" in measure:     # is a share in the file
+        if "retrieval" in measure:     # a share in the file, percent here
             measure, value = f"{measure} %", 100 * value
         if row["classes"]:
             title = f"{row['set']}, {row['classes']} classes: {measure}"

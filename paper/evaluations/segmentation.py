@@ -132,8 +132,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     for turns in range(4):
         x = tokens(encoder, images, turns)
         values = score(head, x, labels)
-        name = f"test turned {90 * turns}"
-        rows += eval_linear.make_rows(values, name, CLASSES, encoder.depth)
+        which = f"test turned {90 * turns}"
+        rows += eval_linear.make_rows(values, which, CLASSES, encoder.depth)
         texts = [f"{name} {value:.1f}" for name, value in values.items()]
         lines.append(f"turned by {90 * turns:3} degrees: {', '.join(texts)}")
 
