@@ -33,8 +33,14 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     street(tmp_path / "test", 3, 2)
     words = ["--data", tmp_path, "--checkpoint", tmp_path / "last.pt", "--size", 16, 24]
     seen = []
-    monkeypatch.setattr(segmentation, "train_head", lambda x, y, seed: seen.append(x) or
-                        train_head(x, y, seed))
+    heads = []
+
+    def record(x, y, seed):
+        seen.append(x)
+        heads.append(train_head(x, y, seed))
+        return heads[-1]
+
+    monkeypatch.setattr(segmentation, "train_head", record)
     call(segmentation, *words, "--turn")
     photographs, _, _ = segmentation.load(tmp_path / "train", (16, 24))
     for i in (0, 1, 2, 7):
@@ -42,6 +48,11 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
         close(seen[0].unflatten(0, (40, 4, 6))[i], one[0], 1e-4)
 
     call(segmentation, *words)
+    photographs, labels, _ = segmentation.load(tmp_path / "test", (16, 24))
+    for turns in range(4):
+        wanted = score(heads[-1], tokens(encoder, photographs, turns), labels)
+        name = f"test turned {90 * turns}"
+        assert values(tmp_path / "segmentation.json", set=name) == pytest.approx(wanted)
     upright = values(tmp_path / "segmentation.json", set="test turned 0", block=3)
     assert upright["pixel accuracy %"] > 60     # 9 by chance
     images = json.loads((tmp_path / "segmentation.json").read_text())["rows"][0]["images"]
