@@ -58,7 +58,7 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN alone, if no other flag asks for heads")
+    add("--knn", action="store_true", help="20-NN, and no heads unless --mlp or --cache is given")
     add("--equivariance", action="store_true", help="equivariance after every block")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -147,15 +147,14 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... A label is the place of CLASS among `classes`, those of the
-    training images, of which a set may have but some. Without `classes`, it is the place among
-    the folders."""
+    """The images root/CLASS/... `classes` are those of the training images, and a label is the
+    place of CLASS among them. A set may have some of them alone. Its folders may also be called
+    0, 1, ..., as in ImageNet-V2, which are the labels. For the training images themselves,
+    `classes` is left out."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
-    # The label of a folder is the place of its name in this list. If no folder is called as a
-    # class, all should be called 0, 1, ..., as in ImageNet-V2.
-    names = list(classes or folder.classes)
+    names = list(classes or folder.classes)     # of labels 0, 1, ...
     if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
@@ -522,17 +521,18 @@ def print_table(rows: Sequence[dict]) -> None:
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
-    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best head."""
+    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
     # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     x_train, y_train = extract(encoder, sets.centre_crops, args)
     if x_train.is_cuda:
         x_train = x_train.half()     # half of the memory; heads and k-NN take them as fp32
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
-    # The best head.
+    # The best head. A linear one is kept, for paper/evaluations/robustness.py.
     kept = {}
     if args.with_heads:
         head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
+    if args.with_heads and not args.mlp:
         kept = {
             "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
             "classes": list(sets.classes), "lr": lr}
@@ -617,7 +617,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Write before printing, as printing to a closed terminal ends the program.
     write(path, rows, args, checkpoint, described)
-    if args.with_heads and not args.mlp:     # paper/evaluations/robustness.py reads it
+    if kept.get("trained"):
         made_by = {"weights": checkpoint.weights, "settings": vars(args)}
         name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
         ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)

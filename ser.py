@@ -20,10 +20,10 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
 Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
-(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` where
-we depart from it, in nine places, which paper/README.md lists as well. 4.1 keeps MoCo-v3's
-defaults without naming them, so what we cite it for is in MoCo-v3's code. "The release" is
-the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` the nine
+places where we depart from it, which paper/README.md lists as well. 4.1 keeps MoCo-v3's
+settings without naming them. They are those of its code and of the ViT-S command in its
+CONFIG.md. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -60,20 +60,19 @@ from tqdm import tqdm
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
-# end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple. This is why
-# they write torch.Tensor, where other sections have Tensor, and what they need of ranks is here.
+# end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored
-    as the size with which it ends, not as a factor. If view 1 has 12 x 16 tokens and view 2
-    has 15 x 13, g takes the map of view 1 to 15 x 13."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is stored
+    as the size with which it ends, and not as a factor. If view 1 has 12 x 16 tokens and
+    view 2 has 15 x 13, the grid of g is (15, 13)."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Choice, unlike Algorithm 1, where each image has a g of its own: all images of a
-    # view share one grid, and so stay one tensor.
+    # Choice, unlike Algorithm 1, where each image has a scaling of its own: the images of
+    # a view share one, and so stay one tensor. Flips and turns are of each image.
     grid: tuple[int, int]    # the size after the scaling, rows and columns (H, W) of maps
 
 
@@ -168,10 +167,9 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample flips and turns for the `batch` images of this rank, which are not those of the
-    other ranks, and a grid that all ranks share, as they gather maps of one size. To this end
-    every rank samples for the images of all ranks, by a generator that has the same seed
-    everywhere, and keeps its own part."""
+    """Sample the motion of this rank's `batch` images. Ranks share the grid, as they gather maps
+    of one size, but not the flips and turns. Every rank samples for the images of all ranks,
+    by the generator `shared`, which has one seed everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     flip = g.flip.chunk(ranks)[rank]
@@ -250,10 +248,13 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #   blur            device    1       .1       sigma .1 to 2 pixels       the same
 #                                              in a view of 224
 #   solarization    device    0       .2       from 128 of 255 on         the same
-P_FLIP = 0.5     # probabilities, the same in both views
-P_COLOUR = 0.8
-P_GRAY = 0.2
+P_FLIP, P_COLOUR, P_GRAY = 0.5, 0.8, 0.2     # in both views
+P_BLUR = (1.0, 0.1)                          # in view 1 and in view 2
+P_SOLARIZE = (0.0, 0.2)
+ASPECT = (3 / 4, 4 / 3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
+SIGMA = (0.1, 2.0)                           # pixels in a view of 224
+SOLARIZE_FROM = 128 / 255
 
 
 class ViewSettings(NamedTuple):
@@ -290,16 +291,15 @@ class Augmentation(NamedTuple):
         return Augmentation(*[field[part] for field in self])
 
 
-def crop_and_sample(image: Tensor, settings: ViewSettings,
-                    in_b2: bool) -> tuple[Tensor, Augmentation]:
+def sample_view(image: Tensor, settings: ViewSettings,
+                in_b2: bool) -> tuple[Tensor, Augmentation]:
     """What the loader does for a view of an image (3, h, w) uint8. An image of b1 is cropped
     and flipped. One of b2 is kept whole and upright, and `make_views` moves it. Returns the
     pixels, (3, S, S) uint8, and what was sampled, also for the jitter that is to come."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
-        top, left, height, width = RandomResizedCrop.get_params(
-            image, settings.area, (3 / 4, 4 / 3))
+        top, left, height, width = RandomResizedCrop.get_params(image, settings.area, ASPECT)
         image = image[:, top:top + height, left:left + width]
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
@@ -318,7 +318,7 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
-        aug = aug._replace(blur=random.uniform(0.1, 2.0) * settings.size / 224)
+        aug = aug._replace(blur=random.uniform(*SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
     return pixels, aug._replace(gray=gray, solarize=solarize)
@@ -327,8 +327,8 @@ def crop_and_sample(image: Tensor, settings: ViewSettings,
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. source: paths, or images (n, 3, h, w) uint8. `batch_items` knows how many
-    there are, so a data set has no length."""
+    Augmentation. source: paths, or images (n, 3, h, w) uint8. It needs no length, as
+    `batch_items` says which images are next."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -349,54 +349,16 @@ class Dataset(torch.utils.data.Dataset):
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
         torch.manual_seed(seed)     # RandomResizedCrop samples from torch
-        return [crop_and_sample(image, settings, in_b2) for settings in self.view_settings]
+        return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """The data set of a run, with the two views of the table above."""
     area = (args.crop_min, 1.0)
-    view1 = ViewSettings(args.image_size, area, p_blur=1.0, p_solarize=0.0)
-    view2 = ViewSettings(args.image_size, area, p_blur=0.1, p_solarize=0.2)
-    return Dataset(source, (view1, view2), args.seed)
-
-
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
-STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
-    if not x.is_floating_point():
-        raise ValueError(f"images are {x.dtype}: divide them by 255")
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-
-
-def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the four operations of the colour jitter."""
-    # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
-    def column(field: Tensor) -> Tensor:
-        return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
-
-    colour_jitter = [
-        (adjust_brightness, aug.brightness),
-        (adjust_contrast, aug.contrast),
-        (adjust_saturation, aug.saturation),
-        (shift_hue, aug.hue)]
-    for index in order.tolist():
-        operation, factor = colour_jitter[index]
-        x = operation(x, column(factor))
-
-    gray = rgb_to_grayscale(x, num_output_channels=3)
-    x = torch.where(column(aug.gray) > 0, gray, x)
-
-    rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(rows) > 0:
-        x[rows] = gaussian_blur(x[rows], column(aug.blur)[rows])
-
-    inverted = (column(aug.solarize) > 0) & (x >= 128 / 255)
-    x = torch.where(inverted, 1 - x, x)
-    return normalise(x)
+    view_settings = [
+        ViewSettings(args.image_size, area, p_blur, p_solarize)
+        for p_blur, p_solarize in zip(P_BLUR, P_SOLARIZE)]
+    return Dataset(source, view_settings, args.seed)
 
 
 class View(NamedTuple):
@@ -438,9 +400,49 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# What `jitter_and_normalise` calls. These operations are those of torchvision, but each
-# of the images (B, 3, h, w) in [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of
-# 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+# The photometric jitter. If you read for the method, go on with section 3.
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
+    if not x.is_floating_point():
+        raise ValueError(f"images are {x.dtype}: divide them by 255")
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+    """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
+    them. order: (4,), a permutation of the four operations of the colour jitter."""
+    # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
+    def column(field: Tensor) -> Tensor:
+        return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
+
+    colour_jitter = [
+        (adjust_brightness, aug.brightness),
+        (adjust_contrast, aug.contrast),
+        (adjust_saturation, aug.saturation),
+        (shift_hue, aug.hue)]
+    for index in order.tolist():
+        operation, factor = colour_jitter[index]
+        x = operation(x, column(factor))
+
+    gray = rgb_to_grayscale(x, num_output_channels=3)
+    x = torch.where(column(aug.gray) > 0, gray, x)
+
+    rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    if len(rows) > 0:
+        x[rows] = gaussian_blur(x[rows], column(aug.blur)[rows])
+
+    inverted = (column(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
+    x = torch.where(inverted, 1 - x, x)
+    return normalise(x)
+
+
+# These operations are those of torchvision, but each of the images (B, 3, h, w) in [0, 1]
+# has a factor of its own, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an
+# image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -484,7 +486,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike 4.1: a Gaussian that is cut off. MoCo-v3 blurs by Pillow, which
     # approximates a Gaussian by boxes.
     B, _, h, w = x.shape
-    radius = math.ceil(3 * 2.0 * max(h, w) / 224)     # three times the largest sigma of T
+    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # three times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -609,8 +611,8 @@ def encode_view(encoder: ViT, view: View,
 # Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In
 # the release none does, as its gather stops it; README.md has a command that shows this.
 #
-# `patch_ntxent` takes tokens. `layer_loss` takes the two maps of a layer, and is what SER
-# calls. `equivariance_loss` takes images, and is for other trainings.
+# `patch_ntxent` takes projected tokens, and is what SER calls. `equivariance_loss` takes
+# images, and is for other trainings.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
@@ -686,16 +688,6 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
-def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
-               temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
-    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
-    aligned = rho(g, h1)                      # (B, D, H2, W2)
-    z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
-    z_prime = project(h2.flatten(2).mT)       # (B, N, K)
-    return patch_ntxent(z, z_prime, temperature)
-
-
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3,
@@ -715,7 +707,11 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return layer_loss(project, relative(g2, g1), h1, h2, temperature)
+
+    aligned = rho(relative(g2, g1), h1)
+    z = project(aligned.flatten(2).mT)
+    z_prime = project(h2.flatten(2).mT)
+    return patch_ntxent(z, z_prime, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -740,8 +736,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the
-    mean cross-entropy times 2 * temperature, MoCo-v3's factor. At chance that is 2 * temperature
-    * ln(R B)."""
+    mean cross-entropy times 2 * temperature, MoCo-v3's factor."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -823,14 +818,16 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1, maps2: layer -> h1, and layer -> h2, as in `layer_loss`."""
-        g = relative(view2.geometry, view1.geometry)
+        """L_equiv of b2. maps1, maps2: layer -> (B2, D, H, W), the map of a view. If the layer
+        is the last of f1, that is f1(x1) and f1(x2)."""
+        g = relative(view2.geometry, view1.geometry)     # takes view 1 to view 2
         total = 0.0
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            h1 = maps1[layer]     # f1(x1), if this is the last layer of f1
-            h2 = maps2[layer]
-            total = total + layer_loss(project, g, h1, h2, self.temperature)
+            aligned = rho(g, maps1[layer])                    # moved to the size of map 2
+            z = project(aligned.flatten(2).mT)                # (B2, N, K), after moving
+            z_prime = project(maps2[layer].flatten(2).mT)
+            total = total + patch_ntxent(z, z_prime, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -857,9 +854,8 @@ def arguments() -> ArgumentParser:
     # In the paper's main setting, both of the next two flags are 3, so that L_equiv is
     # after f1. Neither follows the other. For other settings, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
-    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
+    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0   (no block is left for f2)
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
-    # Choice: with L_equiv after the last block, where [CLS] cannot enter, it enters at the input.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -923,15 +919,14 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seeded_encoder(args: Namespace) -> ViT:
-    """The encoder with the weights of --seed, which seeds torch's own generator."""
+    """The encoder with the first weights of a run. It seeds torch's global generator."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    # This seeds torch, so that the next two lines make the same weights in each run, too.
-    encoder = seeded_encoder(args)
+    encoder = seeded_encoder(args)     # it seeds torch, for the weights of the next two lines, too
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1018,7 +1013,7 @@ def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Mo
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns the last checkpoint.
+    """Run or continue a training, by default MoCo-v3 + SER; returns the checkpoint's path.
     Methods in paper/methods bring functions of their own in place of these four:
         build(args)                        the model: SER, or another one with a `base` (section 5)
         make_dataset(source, args)         what `two_view_dataset` returns
@@ -1046,7 +1041,10 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    log, bar = open_log(path.with_name("log.jsonl"), settings, start, steps)
+    plan = {"steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
+    log, bar = open_log(path.with_name("log.jsonl"), settings | plan, start)
+    if rank == 0:
+        print_plan(args, len(source), plan, start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1070,7 +1068,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save.
+        # Log and save. A loss that is not finite ends the run here, before it is saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
@@ -1215,31 +1213,34 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
                  f"now b2 has {b2_total} of {size} images")
 
 
-def open_log(path: Path, settings: dict, start: int, steps: int) -> tuple[TextIO, tqdm]:
-    """Write all settings to the log, print the plan, and make the bar. Other ranks than 0 get
-    a log and a bar that show nothing."""
-    _, rank = ranks_and_rank()
-    args = Namespace(**settings)
-    b2_total = args.ranks * b2_per_rank(args, args.ranks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
-    print(json.dumps(settings | {"steps": steps, "b2": b2_total}), file=log)
+def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
+    """Say what is trained, and what L_equiv would be at chance."""
+    print(f"{n_images:,} images of {args.data or 'synthetic textures'}; a batch has "
+          f"{args.batch_size}, {plan['b2']} of them in b2; the run begins at step {start} of "
+          f"{plan['steps']}")
 
-    # We call L_equiv "at chance" where all embeddings are equal. Its value here is that
-    # of views that are not scaled.
-    tokens = (args.image_size // args.patch_size) ** 2
-    chance = math.log(1 + 2 * tokens * max(0, b2_total - 1))
     layers = f"[CLS] enters after block {args.cls_layer}"
     if args.equiv_layers:
+        # We call L_equiv "at chance" where all embeddings are equal. Its value here is that
+        # of views that are not scaled.
+        tokens = (args.image_size // args.patch_size) ** 2
+        chance = math.log(1 + 2 * tokens * (plan["b2"] - 1))
         blocks = ", ".join(map(str, args.equiv_layers))
         layers += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
-    if rank == 0:
-        print(f"{args.images:,} images of {args.data or 'synthetic textures'}; a batch has "
-              f"{args.batch_size}, {b2_total} of them in b2; the run begins at step {start} of "
-              f"{steps}\n{layers}")
+    print(layers)
 
-    bar = tqdm(total=steps * args.batch_size, initial=start * args.batch_size,
-               disable=rank > 0, unit=" images", unit_scale=True)
+
+def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
+    """The log, whose first line has all settings, and a bar that counts images. Those of other
+    ranks than 0 show nothing."""
+    _, rank = ranks_and_rank()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
+    print(json.dumps(settings), file=log)
+
+    size = settings["batch_size"]
+    bar = tqdm(total=settings["steps"] * size, initial=start * size, disable=rank > 0,
+               unit=" images", unit_scale=True)
     return log, bar
 
 
@@ -1260,8 +1261,8 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
 
     if ranks > 1:
         dist.all_reduce(values)
-        # The bar holds this tensor. If a thread of gloo were the last to hold it, the end
-        # of the process group could wait for that thread, and never return, in torch 2.6.
+        # The bar keeps this tensor until the run has ended. In torch 2.6, a rank might
+        # never end if one of gloo's own threads were the last to hold it.
         bar.reduced = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 

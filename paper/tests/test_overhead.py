@@ -43,9 +43,9 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch, capsys
     class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
     recipe = overhead.T.Compose
     theirs = create_autospec(recipe.__call__, side_effect=recipe.__call__)
-    ours = create_autospec(ser.crop_and_sample, side_effect=ser.crop_and_sample)
+    ours = create_autospec(ser.sample_view, side_effect=ser.sample_view)
     monkeypatch.setattr(recipe, "__call__", theirs)
-    monkeypatch.setattr(ser, "crop_and_sample", ours)
+    monkeypatch.setattr(ser, "sample_view", ours)
     overhead.time_loader(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
