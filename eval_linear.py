@@ -93,17 +93,19 @@ def parse(argv: Sequence[str] | None = None,
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint."""
     encoder: ViT        # in eval mode
-    weights: str        # the fingerprint of the encoder's weights
+    weights: str        # the fingerprint of the encoder
     step: int
     settings: dict      # of the training
 
 
-def fingerprint(encoder: ViT) -> str:
-    """A short text that tells the weights of one encoder from those of another."""
+def fingerprint(module: nn.Module) -> str:
+    """A short text that tells the weights of one module from those of another. That of an
+    encoder ends with its number of attention heads, which weights do not tell."""
     digest = hashlib.sha256()
-    for weight in encoder.state_dict().values():
+    for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    text = digest.hexdigest()[:16]
+    return f"{text}-{module.blocks[0].heads}" if isinstance(module, ViT) else text
 
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
@@ -113,7 +115,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
         step = state["step"]
-        if step < state.get("steps", 0):     # of fine-tuning and others, `steps` is not known
+        if step < state.get("steps", 0):     # a converted checkpoint has no `steps`
             print(f"{args.checkpoint}: the training has not ended, at step {step} of "
                   f"{state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
@@ -145,6 +147,19 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
+def is_visible_image(root: str, path: str) -> bool:
+    """Whether ser.py would train on this file, which hidden ones and other formats are not for."""
+    return path.lower().endswith(ser.ENDINGS) and f"{os.sep}." not in path[len(root):]
+
+
+class VisibleFolder(ImageFolder):
+    """An ImageFolder without hidden class folders."""
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        names, _ = super().find_classes(directory)
+        names = [name for name in names if not name.startswith(".")]
+        return names, {name: label for label, name in enumerate(names)}
+
+
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
     """The images root/CLASS/... `classes` are those of the training images, and a label is the
@@ -153,7 +168,8 @@ def class_folder(root: str | Path, transform: Callable | None,
     `classes` is left out."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-    folder = ImageFolder(root, transform, loader=ser.read_image)
+    is_valid_file = partial(is_visible_image, str(root))
+    folder = VisibleFolder(root, transform, loader=ser.read_image, is_valid_file=is_valid_file)
     names = list(classes or folder.classes)     # of labels 0, 1, ...
     if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
@@ -326,9 +342,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         line = {
             "weights": weights,
-            "mlp": args.mlp,
-            "cache": args.cache,
-            "seed": args.seed,
+            "settings": vars(args),
             "epoch": epoch + 1,
             "val top-1 %": dict(zip(args.lr, top1))}
         if rank == 0:
@@ -475,7 +489,15 @@ def results_path(args: Namespace, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         sys.exit(f"nothing can be written to {folder}: name another folder by --out")
+    read_results(folder / name)     # a damaged file is to end the program before its work
     return folder / name
+
+
+def read_results(path: Path) -> dict:
+    """The file of results that `write` adds to, or one without rows."""
+    if path.suffix == ".json" and path.exists():
+        return json.loads(path.read_text())
+    return {"checkpoints": {}, "rows": []}
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
@@ -483,9 +505,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     """Add rows to the file of results, each with the settings, the weights and the images, as
     `describe` names them, that made it. A row replaces an older one that differs from it in
     nothing but the value."""
-    results = {"checkpoints": {}, "rows": []}
-    if path.exists():
-        results = json.loads(path.read_text())
+    results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training
 
@@ -561,8 +581,10 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class.
-    chosen = torch.linspace(0, len(val) - 1, min(512, len(val))).long()
+    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer, a multiple
+    # of 32, among which `retrieval` looks.
+    n = min(512, len(val) // 32 * 32) or len(val)
+    chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
     images = ser.normalise(pixels)

@@ -568,8 +568,13 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), where h and w are multiples of the patch size. `layers` are the
-        blocks, counted from 1, after which maps and, where it has entered, [CLS] are kept."""
+        """Encode (B, 3, h, w). `layers` are the blocks, counted from 1, after which maps and,
+        where it has entered, [CLS] are kept. Raises ValueError if h or w is no multiple of
+        the patch size."""
+        h, w = images.shape[-2:]
+        if h % self.patch_size > 0 or w % self.patch_size > 0:
+            raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
+
         x = self.patch_embed["proj"](images)     # (B, D, H, W)
         H, W = x.shape[-2:]
         x = x + resize(self.pos_embed, (H, W))
@@ -1092,6 +1097,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     return list_images(args.data)
 
 
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp")     # of image files, also in capitals
+
+
 def list_images(folder: str) -> tuple[list[str], str]:
     """The sorted paths of all images below folder/train or, without one, below the
     folder, and a checksum of their names there. Hidden files are left out."""
@@ -1099,10 +1107,9 @@ def list_images(folder: str) -> tuple[list[str], str]:
     root = train if os.path.isdir(train) else folder
 
     files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
-    endings = (".jpg", ".jpeg", ".png", ".webp")
-    images = [name for name in files if name.lower().endswith(endings)]
+    images = [name for name in files if name.lower().endswith(ENDINGS)]
     if not images:
-        sys.exit(f"--data {folder}: no image (.jpg, .jpeg, .png, .webp) below {root}")
+        sys.exit(f"--data {folder}: no image ({', '.join(ENDINGS)}) below {root}")
     return [os.path.join(root, name) for name in images], checksum(images)
 
 
@@ -1117,7 +1124,9 @@ def read_image(path: str) -> Tensor:
     # lie on their side.
     try:
         with Image.open(path) as image:
-            if getattr(image, "is_animated", False) or image.mode.startswith(("I", "F")):
+            # An MPO is a photograph of a phone, with others behind it.
+            animated = getattr(image, "is_animated", False) and image.format != "MPO"
+            if animated or image.mode.startswith(("I", "F")):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path

@@ -9,7 +9,8 @@ renderings of each of 52,472 objects. val_images.npy lists those to validate on,
 "/SYNSET/OBJECT/"; all others are trained on.
 
 Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
-the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags.
+the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags, but
+for --val, --test and --equivariance.
 """
 from argparse import Namespace
 from pathlib import Path

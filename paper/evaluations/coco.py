@@ -188,8 +188,9 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
             ser.log_and_check(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
                 encoder = model.backbone.encoder.state_dict()     # as in all checkpoints
-                ser.save(path, step=done, settings=run, model=model.state_dict(),
-                         encoder=encoder, optimizer=optimizer.state_dict())
+                ser.save(path, step=done, steps=args.iterations, settings=run,
+                         model=model.state_dict(), encoder=encoder,
+                         optimizer=optimizer.state_dict())
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ tokens of the copy, it is the most similar one to its counterpart in the photogr
 other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
 share of these tokens in many images, where it looks among those of 32 images.
 """
+import sys
 from argparse import Namespace
 
 import torch
@@ -58,9 +59,13 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     runs = load_several(args)
     path = eval_linear.results_path(args, "correspondence.png")
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
-    layers = [layer for run in runs for layer in run.settings["equiv_layers"]]
-
-    size = runs[0].settings["image_size"]
+    layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
+    sizes = {(run.settings["image_size"], run.settings["patch_size"]) for run in runs}
+    if len(layers) != 1 or len(sizes) > 1:
+        sys.exit("these runs should have one size of images and patches, and L_equiv after one "
+                 f"block; they have {sorted(sizes)}, and {sorted(layers)}")
+    (layer,) = layers
+    ((size, _),) = sizes
 
     # Chosen before looking: the first photograph of three classes.
     as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))
@@ -79,7 +84,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         copy = copies(shown, label)[1] * ser.STD + ser.MEAN
         pictures = {"photograph": shown, "rotated and recoloured": copy}
         for run, name in zip(runs, args.label, strict=True):
-            tokens = found(run.encoder, copies(photo, label), layers[0])
+            tokens = found(run.encoder, copies(photo, label), layer)
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
             strength = F.interpolate(0.15 + 0.85 * tokens[None, None].float(), shown.shape[1:])
             pictures[title] = PALE + strength[0] * (copy - PALE)
@@ -89,7 +94,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             panel.imshow(picture.movedim(0, 2).numpy())
 
     figure.savefig(path)
-    print(f"tokens after block {layers[0]} are in {path}")
+    print(f"tokens after block {layer} are in {path}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ Ours; the paper has detection, which is coco.py. A linear head labels the patche
 photographs, and is asked about upright and about turned ones. Where tokens move as the image moves,
 those of a turned photograph are known to the head. With --turn, it learns from turned ones as well.
 
-DATA has train/NAME.png and trainannot/NAME.png, whose pixels are labels, and test, testannot.
+DATA has train/NAME.png and trainannot/NAME.png, and test, testannot. The pixels of the second are
+labels, 0 to 10, and 11 for none.
 """
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -45,7 +47,10 @@ def load(folder: Path, size: list[int]) -> tuple[Tensor, Tensor, str]:
     for name in names:
         image = ser.read_image(str(folder / name))
         images.append(resize(image, size, InterpolationMode.BICUBIC))
-        label = pil_to_tensor(Image.open(folder.with_name(folder.name + "annot") / name))
+        path = folder.with_name(folder.name + "annot") / name
+        label = pil_to_tensor(Image.open(path))
+        if len(label) > 1 or label.max() > CLASSES:
+            sys.exit(f"{path}: its pixels should be labels, 0 to {CLASSES - 1}, or {CLASSES}")
         labels.append(resize(label, size, InterpolationMode.NEAREST)[0].long())
     described = f"{folder.name}: {len(names)} images {ser.checksum(names)}"
     return torch.stack(images), torch.stack(labels), described

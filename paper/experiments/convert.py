@@ -9,7 +9,7 @@ The "untrained" encoder that they measure beside it has the first weights of ser
 """
 import math
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -63,7 +63,7 @@ def to_timm(checkpoint: dict) -> dict:
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     for flag in ("--from-timm", "--to-timm"):
         what.add_argument(flag, nargs=2, metavar=("FROM", "TO"))
@@ -74,6 +74,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def convert(args: Namespace) -> None:
     """Read a file and write the other."""
     source, target = args.from_timm or args.to_timm
+    if Path(target).exists():     # it may be the last checkpoint of a run
+        sys.exit(f"{target} exists: name another file")
     if args.from_timm:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = from_timm(state, args.heads)
@@ -82,6 +84,10 @@ def convert(args: Namespace) -> None:
 
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
+    if args.from_timm:
+        settings = state["settings"]
+        print(f"{target}: {settings['heads']} heads, {settings['image_size']} pixels; evaluations "
+              "normalise images as ser.py does, by the mean and deviation of ImageNet")
 
 
 if __name__ == "__main__":

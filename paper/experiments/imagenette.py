@@ -52,7 +52,7 @@ def make_copies(data: str, folder: Path, side: int) -> None:
     folder that has its name is whole, and its source.txt says what its images are."""
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)     # of a copying that was stopped
-    sources = list(Path(data).glob("*/*/*"))
+    sources = list_sources(data)
     for source in sources:
         target = unfinished / source.relative_to(data).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,14 @@ def make_copies(data: str, folder: Path, side: int) -> None:
     unfinished.rename(folder)
 
 
+def list_sources(data: str) -> list[Path]:
+    """The images data/SPLIT/CLASS/NAME, without hidden files."""
+    return [path for path in Path(data).glob("*/*/*") if not path.name.startswith(".")]
+
+
 def source_of(data: str, side: int) -> str:
     """What copies must be: their side, their folder, and a checksum of the names there."""
-    names = sorted(str(path.relative_to(data)) for path in Path(data).glob("*/*/*"))
+    names = sorted(str(path.relative_to(data)) for path in list_sources(data))
     return f"{side} px of {Path(data).resolve()} {ser.checksum(names)}"
 
 
@@ -86,6 +91,8 @@ def show(args: Namespace) -> None:
         rows += json.loads(Path(path).read_text())
     rows = [row for row in rows if args.arm.items() <= row.items()
             and row["run"] in ["untrained", *args.names] and row["seed"] in [None, *args.seeds]]
+    if not rows:
+        sys.exit(f"no rows with {args.arm}, --names {args.names} and --seeds {args.seeds}")
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):
@@ -129,7 +136,8 @@ def main(args: Namespace) -> None:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"
         if source.exists() and source.read_text() != source_of(args.data, args.side):
-            sys.exit(f"{copies} has copies with {source.read_text()}: name another --out")
+            sys.exit(f"{copies} has copies with {source.read_text()}: name this folder and side, "
+                     "or another --out")
         args.data = str(copies)
 
     if args.data:

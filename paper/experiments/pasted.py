@@ -95,7 +95,7 @@ def train(args: Namespace) -> Model:
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    last = eval_linear.results_path(args, "last.pt")
+    last = eval_linear.results_path(args, "training.pt")     # not for evaluations
     run = vars(args) | {"ranks": ranks, "names_checksum": ser.list_images(args.data)[1]}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 

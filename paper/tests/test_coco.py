@@ -101,7 +101,9 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert first != second, "all epochs have one order"
     assert 0 < sum(flips) < 16 and len(seeds) == 4
-    group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
+    state = ser.load_checkpoint(tmp_path / "whole.pt")
+    assert state["step"] == state["steps"] == 4
+    group, = state["optimizer"]["param_groups"]
     last = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[-1])
     assert (group["lr"], last["lr"], group["weight_decay"]) == (*2 * [coco.lr_at(3, args)], 0.1)
 

@@ -42,6 +42,8 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path, monkeypat
 def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
     path = toy_checkpoint(tmp_path, dim=24, depth=2, cls_layer=0, heads=4)
     run("--to-timm", path, tmp_path / "timm.pth")
+    with pytest.raises(SystemExit, match="last.pt exists"):     # a run's, perhaps
+        run("--from-timm", tmp_path / "timm.pth", path)
     vit = shaken_timm(4)
     pytest.importorskip("timm").models.load_checkpoint(vit, str(tmp_path / "timm.pth"))
     run("--from-timm", tmp_path / "timm.pth", tmp_path / "back.pt")

@@ -102,6 +102,8 @@ def test_the_score_is_that_of_the_head_on_val(done):
     whole, _ = done
     data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
+    state = ser.load_checkpoint(whole / "finetune.pt")
+    assert state["step"] == state["steps"]     # by which an evaluation knows that it has ended
     features, labels = eval_linear.extract(encoder, data, finetune.settings(QUICK))
     head = weights_of(whole)
     logits = F.linear(features[:, -16:], head["head.weight"], head["head.bias"])

@@ -46,6 +46,7 @@ def test_copies_are_centre_squares(tmp_path):
     image = Image.new("RGB", (30, 20), "red")
     image.paste("blue", (5, 0, 25, 20))     # the square in the centre
     image.save(tmp_path / "D/train/n01/1.png")
+    (tmp_path / "D/train/n01/.DS_Store").touch()
     (tmp_path / "out/copies.unfinished/train/n02").mkdir(parents=True)     # was stopped
     imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)
     assert not [*tmp_path.glob("out/**/n02")]
@@ -111,7 +112,9 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
-    shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
+    none = imagenette.settings(["--show", path, *argv[2:], "--seeds", "5", "--names", "control"])
+    assert "no rows" in sentence(imagenette.main, none)
+    shown = {"--seeds 4": " untrained | SER |", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
         assert f"\n|  |{titles}\n" in capsys.readouterr().out

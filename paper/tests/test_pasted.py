@@ -53,7 +53,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))
         train(tmp_path, 0.1)
-    assert torch.load(tmp_path / "out-0.1/last.pt")["step"] == 1
+    assert torch.load(tmp_path / "out-0.1/training.pt")["step"] == 1
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
     next(tmp_path.glob("train/*/*")).unlink()

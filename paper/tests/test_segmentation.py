@@ -9,13 +9,13 @@ import ser
 from paper.evaluations import segmentation
 from paper.evaluations.segmentation import CLASSES, score, shares, tokens, train_head
 from paper.tests.toys import call, toy_checkpoint, values
-from test_ser import close, noise, pixels, seeded, write_image
+from test_ser import close, noise, pixels, seeded, sentence, write_image
 
 
 def street(root, n, seed):
     """n photographs 16 x 24 whose patches of 4 x 4 have the colour of their class, or none."""
-    names = torch.randint(CLASSES + 2, (n, 4, 6), generator=seeded(seed))
-    colours = pixels(CLASSES + 2, 3, 1, 1, seed=9)[:, :, 0, 0]
+    names = torch.randint(CLASSES + 1, (n, 4, 6), generator=seeded(seed))
+    colours = pixels(CLASSES + 1, 3, 1, 1, seed=9)[:, :, 0, 0]
     for number, label in enumerate(names.repeat_interleave(4, 1).repeat_interleave(4, 2)):
         write_image(root / f"{number}.png", colours[label].movedim(2, 0))
         write_image(root.with_name(root.name + "annot") / f"{number}.png", label[None].byte())
@@ -57,6 +57,13 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     assert upright["pixel accuracy %"] > 60     # 9 by chance
     images = json.loads((tmp_path / "segmentation.json").read_text())["rows"][0]["images"]
     assert images.startswith("train: 40 images") and ", test: 3 images" in images
+
+
+@pytest.mark.parametrize("label", [torch.full((1, 8, 8), 12), torch.full((3, 8, 8), 1)])
+def test_labels_are_not_colours_and_at_most_eleven(label, tmp_path):
+    street(tmp_path / "train", 1, 1)
+    write_image(tmp_path / "trainannot" / "0.png", label.byte())
+    assert "0 to 10, or 11" in sentence(segmentation.load, tmp_path / "train", (16, 24))
 
 
 def test_a_head_learns_the_share_of_each_class_in_a_patch():
