@@ -8,6 +8,8 @@ has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .8
 after 12 .924. Heads see one centre crop of each image here, so compare runs with each other. Flags
 of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
 
+A stopped sweep goes on where it was, and one that is done prints its table again.
+
 The table has means ± std over seeds, and in brackets those of the difference to SER within a seed.
 """
 import importlib
@@ -93,13 +95,13 @@ def call(words: list[str], args: Namespace) -> None:
 
 
 def own_rows(words: list[str], out: str) -> list[dict]:
-    """The rows of OUT/eval.json that an evaluation with these words wrote last, and so for the
-    weights and images that are there."""
+    """The rows of OUT/eval.json that an evaluation with these words wrote for the weights of
+    OUT/last.pt; of those for several sets of images, the last."""
     settings = json.loads(json.dumps(vars(eval_linear.parse(words))))     # as they are in the file
-    rows = json.loads(Path(out, "eval.json").read_text())["rows"]
-    own = [row for row in rows if row["settings"] == settings]
-    last = own[-1]["weights"], own[-1]["images"]
-    return [row for row in own if (row["weights"], row["images"]) == last]
+    weights = eval_linear.fingerprint(ser.load_encoder(f"{out}/last.pt"))
+    rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
+    own = [row for row in rows if (row["settings"], row["weights"]) == (settings, weights)]
+    return [row for row in own if row["images"] == own[-1]["images"]]
 
 
 def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> list[dict]:
@@ -129,7 +131,8 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            call(["eval_linear.py", *words], args)
+            if args.print or not own_rows(words, out):     # else it was done before
+                call(["eval_linear.py", *words], args)
             if not args.print:
                 found += own_rows(words, out)
 

@@ -63,6 +63,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     theirs += [row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0}]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     sweep.main(sweep.settings(argv))
+    assert "eval_linear.py" not in capsys.readouterr().out     # what is done is not repeated
     log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
