@@ -540,7 +540,7 @@ class ViT(nn.Module):
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        self.grid = image_size // patch_size
+        self.image_size = image_size
         self.patch_size = patch_size
         self.dim = dim
         self.depth = depth
@@ -548,7 +548,8 @@ class ViT(nn.Module):
 
         self.patch_embed = nn.ModuleDict({
             "proj": nn.Conv2d(3, dim, patch_size, patch_size)})
-        self.pos_embed = nn.Parameter(torch.empty(1, dim, self.grid, self.grid))
+        side = image_size // patch_size     # of the map, in tokens
+        self.pos_embed = nn.Parameter(torch.empty(1, dim, side, side))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)     # as MoCo-v3
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)

@@ -99,13 +99,13 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
 def uncropped(encoder: ser.ViT) -> v2.Transform:
     """Images at the encoder's size. C and P are centre crops already: to enlarge and cut them, as
     the images of val, would change every result."""
-    side = encoder.grid * encoder.patch_size
+    side = encoder.image_size
     return v2.Resize((side, side))
 
 
 def turned(encoder: ser.ViT, degrees: int) -> v2.Transform:
     """The centre crop of an image of val, turned counter-clockwise."""
-    crop = eval_linear.eval_transform(encoder.grid * encoder.patch_size)
+    crop = eval_linear.eval_transform(encoder.image_size)
     turn = partial(torch.rot90, k=degrees // 90, dims=(-2, -1))
     return v2.Compose([crop, turn])
 

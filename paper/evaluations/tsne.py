@@ -71,7 +71,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     for panel, label, checkpoint in zip(panels[0], args.label, runs, strict=True):
         encoder = checkpoint.encoder.to(device)
-        size = encoder.grid * encoder.patch_size
+        size = encoder.image_size
         transform = v2.Resize((size, size)) if args.ready else eval_linear.eval_transform(size)
         data = eval_linear.class_folder(args.data, transform)
 
