@@ -83,10 +83,12 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says. Only a --cache that the user gave asks for heads.
+    # As the table above says, --mlp, --cache or no flag at all ask for heads.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_equivariance = args.equivariance or synthetic
-    args.cache = args.cache or synthetic
+    args.with_equivariance = args.equivariance
+    if synthetic:
+        args.cache = True
+        args.with_equivariance = True
     return args
 
 
