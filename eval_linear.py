@@ -493,22 +493,23 @@ def results_path(args: Namespace, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         sys.exit(f"nothing can be written to {folder}: name another folder by --out")
-    read_results(folder / name)     # a damaged file is to end the program before its work
+    if name.endswith(".json"):
+        read_results(folder / name)     # if it is damaged, the program ends before its work
     return folder / name
 
 
 def read_results(path: Path) -> dict:
     """The file of results that `write` adds to, or one without rows."""
-    if path.suffix == ".json" and path.exists():
+    if path.exists():
         return json.loads(path.read_text())
     return {"checkpoints": {}, "rows": []}
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
-    """Add rows to the file of results, each with the settings, the weights and the images, as
-    `describe` names them, that made it. A row replaces an older one that differs from it in
-    nothing but the value."""
+    """Add rows to the file of results, each with the settings of the evaluation, the weights of
+    the checkpoint, and the images, as `describe` names them. A row replaces an older one that
+    differs from it in nothing but the value."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training

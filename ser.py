@@ -240,8 +240,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                             view 1  view 2
 #   random crop     loader    1       1        .08 to 1 of the area,      the whole image,
 #                                              aspect ratio 3/4 to 4/3    as a square
-#   flip            loader    .5      .5       horizontal                 the motion rho_g, made
-#                                                                         by the device
+#   flip            loader    .5      .5       horizontal                 rho_g, on the device: a
+#                                                                         flip, turns, a scaling
 #   colour jitter   device    .8      .8       brightness, contrast .4,   the same
 #                                              saturation .2, hue .1
 #   grayscale       device    .2      .2                                  the same
@@ -265,7 +265,8 @@ class ViewSettings(NamedTuple):
     p_solarize: float
 
 
-Value = float | bool | Tensor     # a number of one image, or those of a batch, (B,)
+# A number of one image in the loader, of which its collate function makes a tensor (B,).
+Value = float | bool | Tensor
 
 
 class Augmentation(NamedTuple):
@@ -440,9 +441,9 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     return normalise(x)
 
 
-# These operations are those of torchvision, but each of the images (B, 3, h, w) in [0, 1]
-# has a factor of its own, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves an
-# image as it is, bit for bit.
+# The colour operations are those of torchvision, but each of the images (B, 3, h, w) in
+# [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves
+# an image as it is, bit for bit.
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -486,7 +487,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike 4.1: a Gaussian that is cut off. MoCo-v3 blurs by Pillow, which
     # approximates a Gaussian by boxes.
     B, _, h, w = x.shape
-    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # three times the largest sigma
+    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # at least 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
@@ -586,7 +587,7 @@ class ViT(nn.Module):
         for layer, block in enumerate(self.blocks, start=1):
             if layer == self.cls_layer + 1:
                 # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
-                # So the map f1(x) is maps[cls_layer].
+                # If `layers` has cls_layer, its map is f1(x).
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -615,10 +616,9 @@ def encode_view(encoder: ViT, view: View,
 # ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
 #
 # Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In
-# the release none does, as its gather stops it; README.md has a command that shows this.
-#
-# `patch_ntxent` takes projected tokens, and is what SER calls. `equivariance_loss` takes
-# images, and is for other trainings.
+# the release, all tokens pass a gather that stops it, on one GPU as on several, so that
+# its L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md has a command
+# that shows this.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
@@ -694,12 +694,22 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
 
 
+def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
+               temperature: float = 0.3) -> torch.Tensor:
+    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
+    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
+    aligned = rho(g, h1)                      # (B, D, H2, W2)
+    z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
+    z_prime = project(h2.flatten(2).mT)       # (B, N, K)
+    return patch_ntxent(z, z_prime, temperature)
+
+
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
                       images2: torch.Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> torch.Tensor:
-    """L_equiv for a training that is not ours, whose images are not moved yet. ser.py does
-    not call it. On several ranks, their gradients must be averaged, as DDP does.
+    """L_equiv for other trainings, which also samples the motions and moves the images. ser.py
+    does not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
     colour jitter of its own, and normalised. They should be squares. Others are distorted, as
@@ -713,11 +723,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-
-    aligned = rho(relative(g2, g1), h1)
-    z = project(aligned.flatten(2).mT)
-    z_prime = project(h2.flatten(2).mT)
-    return patch_ntxent(z, z_prime, temperature)
+    return layer_loss(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -824,16 +830,14 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1, maps2: layer -> (B2, D, H, W), the map of a view. If the layer
-        is the last of f1, that is f1(x1) and f1(x2)."""
-        g = relative(view2.geometry, view1.geometry)     # takes view 1 to view 2
+        """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
+        g = relative(view2.geometry, view1.geometry)
         total = 0.0
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            aligned = rho(g, maps1[layer])                    # moved to the size of map 2
-            z = project(aligned.flatten(2).mT)                # (B2, N, K), after moving
-            z_prime = project(maps2[layer].flatten(2).mT)
-            total = total + patch_ntxent(z, z_prime, self.temperature)
+            h1 = maps1[layer]
+            h2 = maps2[layer]
+            total = total + layer_loss(project, g, h1, h2, self.temperature)
         return total / len(self.layers)     # Choice: the mean, if there are several layers
 
 
@@ -860,8 +864,9 @@ def arguments() -> ArgumentParser:
     # In the paper's main setting, both of the next two flags are 3, so that L_equiv is
     # after f1. Neither follows the other. For other settings, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
-    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0   (no block is left for f2)
+    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
+    # Choice: after block 12 no block is left that [CLS] could enter, so it enters at the input.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
@@ -1241,8 +1246,8 @@ def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
 
 
 def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
-    """The log, whose first line has all settings, and a bar that counts images. Those of other
-    ranks than 0 show nothing."""
+    """The log, which gets a line with all settings, and a bar that counts images. Those of
+    other ranks than 0 show nothing."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
