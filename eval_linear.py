@@ -18,7 +18,7 @@ the run began with is evaluated, too. Without --data, images are synthetic, --ca
 on, and so is --equivariance, but for turns and one block alone: the last of f1 or, in a plain
 ViT, the first.
 
-eval.json collects the results of all evaluations. Each row names the settings and images
+eval.json collects the results of these evaluations. Each row names the settings and images
 that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
 epoch of the heads. The best linear head is kept in a file whose name depends on settings
 and weights, so that no other head replaces it. A stopped evaluation begins anew.

@@ -9,8 +9,8 @@ Ours; the paper has detection, which is coco.py. A linear head labels the patche
 photographs, and is asked about upright and about turned ones. Where tokens move as the image moves,
 those of a turned photograph are known to the head. With --turn, it learns from turned ones as well.
 
-DATA has train/NAME.png and trainannot/NAME.png, and test, testannot. The pixels of the second are
-labels, 0 to 10, and 11 for none.
+DATA has train/NAME.png and trainannot/NAME.png, and test, testannot. The pixels of trainannot and
+testannot are labels, 0 to 10, and 11 for none.
 """
 import sys
 from argparse import Namespace
@@ -27,7 +27,7 @@ import eval_linear
 import ser
 from paper.evaluations import arguments, main
 
-CLASSES = 11     # CamVid's labels 0 to 10; others are pixels without a label
+CLASSES = 11     # CamVid's labels 0 to 10; 11 is a pixel without one
 
 
 def settings(argv: list[str] | None = None) -> Namespace:

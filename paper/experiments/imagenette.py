@@ -1,4 +1,4 @@
-"""The paper's central comparison at a size that anyone can run: MoCo-v3, the control, and SER.
+"""The paper's central comparison at a size that anyone can run: MoCo-v3, control, SER.
 
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --print
