@@ -6,7 +6,7 @@
     python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --turned /imagenet/val
 
 The encoder and the head of the linear probe stay as they are. The last line is ours: turned images
-of val. C and P are altered images of val (Zenodo 2235448 and 3565846), unpacked into one folder:
+of val. C and P are altered images of val (Zenodo 2235448 and 3565846), each unpacked to a folder:
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more

@@ -3,10 +3,10 @@
     python -m paper.experiments.sweep --list lambda --data /imagenet --print     command lines only
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where it has one. Table 4 also
-has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9 .888,
-after 12 .924. Heads see one centre crop of each image here, so compare runs with each other. Flags
-of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where it has one. Table
+4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9
+.888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
+Flags of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
 
 A stopped sweep goes on where it was, and one that is done prints its table again.
 
