@@ -224,30 +224,23 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The views. An image takes this way:
 #
-#   batch_items     (epoch, index, in_b2)            it is chosen, for b1 or b2
-#   Dataset         [(pixels, Augmentation), ...]    for each view it is cropped, if it is of
-#                                                    b1, and its jitter is sampled
-#   DataLoader      the same, of a batch             its collate function stacks images, and
-#                                                    makes tensors (B,) of numbers
-#   make_views      [View, ...]                      on the device: b2 is moved; then all of
-#                                                    b1 is jittered at once, and all of b2
+#   batch_items   (epoch, index, in_b2)           it is chosen, for b1 or b2
+#   Dataset       [(pixels, Augmentation), ...]   each view of b1 is cropped; jitter is sampled
+#   DataLoader    the same, of a batch            its collate function stacks them
+#   make_views    [View, ...]                     on the device: b2 is moved, all are jittered
 #
 # T is MoCo-v3's, and its last four rows are the photometric jitter. MoCo-v3 flips last,
 # which makes no difference. The device makes the jitter, as CPU cores would take longer
 # for it than for reading and cropping.
 #
-#   T               made by   probability      range                      T_eq has
-#                             view 1  view 2
-#   random crop     loader    1       1        .08 to 1 of the area,      the whole image,
-#                                              aspect ratio 3/4 to 4/3    as a square
-#   flip            loader    .5      .5       horizontal                 rho_g, on the device: a
-#                                                                         flip, turns, a scaling
-#   colour jitter   device    .8      .8       brightness, contrast .4,   the same
-#                                              saturation .2, hue .1
-#   grayscale       device    .2      .2                                  the same
-#   blur            device    1       .1       sigma .1 to 2 pixels       the same
-#                                              in a view of 224
-#   solarization    device    0       .2       from 128 of 255 on         the same
+#   T              made by   probability   range                            T_eq has
+#                            in view 1, 2
+#   random crop    loader    1      1      .08 to 1 of the area             the whole, as a square
+#   flip           loader    .5     .5     horizontal                       rho_g, on the device
+#   colour jitter  device    .8     .8     .4, .4, .2, and hue .1           the same
+#   grayscale      device    .2     .2                                      the same
+#   blur           device    1      .1     sigma .1 to 2 pixels of 224      the same
+#   solarization   device    0      .2     from 128 of 255 on               the same
 P_FLIP, P_COLOUR, P_GRAY = 0.5, 0.8, 0.2     # in both views
 P_BLUR = (1.0, 0.1)                          # in view 1 and in view 2
 P_SOLARIZE = (0.0, 0.2)
