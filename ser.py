@@ -235,7 +235,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
-#   random crop    loader    1      1      .08 to 1 of the area             the whole, as a square
+#   random crop    loader    1      1      area .08 to 1, ratio 3/4 to 4/3  the whole, as a square
 #   flip           loader    .5     .5     horizontal                       rho_g, on the device
 #   colour jitter  device    .8     .8     .4, .4, .2, and hue .1           the same
 #   grayscale      device    .2     .2                                      the same
