@@ -1047,8 +1047,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         num_workers=args.workers, pin_memory=device.type == "cuda")
     plan = {"steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
     log, bar = open_log(path.with_name("log.jsonl"), settings | plan, start)
-    if rank == 0:
-        print_plan(args, len(source), plan, start)
+    print_plan(args, len(source), plan, start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1079,8 +1078,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
             save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
-                 encoder=model.base.encoder.state_dict(),     # what evaluations read
-                 optimizer=optimizer.state_dict())
+                 encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -1222,7 +1220,10 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 
 
 def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
-    """Say what is trained, and what L_equiv would be at chance."""
+    """Rank 0 says what is trained, and what L_equiv would be at chance."""
+    _, rank = ranks_and_rank()
+    if rank > 0:
+        return
     print(f"{n_images:,} images of {args.data or 'synthetic textures'}; a batch has "
           f"{args.batch_size}, {plan['b2']} of them in b2; the run begins at step {start} of "
           f"{plan['steps']}")
