@@ -174,8 +174,6 @@ def class_folder(root: str | Path, transform: Callable | None,
     folder = VisibleFolder(root, transform, loader=ser.read_image, is_valid_file=is_valid_file)
     names = list(classes or folder.classes)     # of labels 0, 1, ...
     if not set(names) & set(folder.classes):
-        if ser.ranks_and_rank()[1] == 0:
-            print(f"{root}: no folder is called as a class; 0 is {names[0]}, and so on")
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:

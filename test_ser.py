@@ -1336,14 +1336,12 @@ def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, 
 
 
 @parametrize("classes, wanted", [("a b c d e f g h i j k", [0, 10, 2]), ("2 0 10", [1, 2, 0])])
-def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(
-        classes, wanted, tmp_path, capsys):
+def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes, wanted, tmp_path):
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png", "0/.b.png", ".1/a.png", "2/.1/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
     (tmp_path / "0/a.tif").touch()
     folder = eval_linear.class_folder(tmp_path, None, classes.split())
-    assert ("0 is a," in capsys.readouterr().out) == classes.startswith("a")
     folder = pickle.loads(pickle.dumps(folder))     # as for a loader's processes on macOS
     assert [label for _, label in folder] == wanted
 

@@ -43,8 +43,6 @@ def load_several(args: Namespace) -> list[Checkpoint]:
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
-    if len(args.label) != len(args.checkpoint):
-        sys.exit(f"--label: should be {len(args.checkpoint)}, one for each checkpoint")
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]
     return [eval_linear.read_checkpoint(path) for path in paths]
 

@@ -9,7 +9,7 @@ The "untrained" encoder that they measure beside it has the first weights of ser
 """
 import math
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import torch
@@ -63,7 +63,7 @@ def to_timm(checkpoint: dict) -> dict:
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser()
     what = parser.add_mutually_exclusive_group(required=True)
     for flag in ("--from-timm", "--to-timm"):
         what.add_argument(flag, nargs=2, metavar=("FROM", "TO"))
@@ -84,10 +84,6 @@ def convert(args: Namespace) -> None:
 
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     ser.save(Path(target), **state)
-    if args.from_timm:
-        settings = state["settings"]
-        print(f"{target}: {settings['heads']} heads, {settings['image_size']} pixels; evaluations "
-              "normalise images as ser.py does, by the mean and deviation of ImageNet")
 
 
 if __name__ == "__main__":

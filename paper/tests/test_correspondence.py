@@ -51,4 +51,3 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)
     for other in (deeper, larger):
         assert "one size of images" in sentence(call, *words, other)
-    assert "should be 2" in sentence(call, *words, moco, "--label", "SER")
