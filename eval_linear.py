@@ -5,23 +5,16 @@
 
 The second line is the protocol of 4.1, which takes hours. These flags ask for other things:
 
-                      heads                   20-NN    equivariance        time
-    none of them      on random crops         yes      no                  hours
-    --cache           on one centre crop      yes      no                  minutes
-    --mlp             MLPs, on random crops   yes      no                  hours
-    --mlp --cache     MLPs, on centre crops   yes      no                  minutes
-    --knn             no                      yes      no                  minutes
-    --equivariance    no                      no       after every block   minutes
+    --cache           20-NN, and heads on one centre crop of each image, in minutes
+    --mlp             20-NN, and MLP heads; with --cache in minutes, too
+    --knn             20-NN alone
+    --equivariance    equivariance after every block, also of the untrained encoder
 
---equivariance adds its results to those of other flags. With it, the untrained encoder that
-the run began with is evaluated, too. Without --data, images are synthetic, --cache is always
-on, and so is --equivariance, but for turns and one block alone: the last of f1 or, in a plain
-ViT, the first.
+Several flags add up. Without --data, images are synthetic, --cache is always on, and so is
+--equivariance, but for turns and one block alone.
 
-eval.json collects the results of these evaluations. Each row names the settings and images
-that made it and, by a fingerprint, the weights of the checkpoint. eval.jsonl has a line for each
-epoch of the heads. The best linear head is kept in a file whose name depends on settings
-and weights, so that no other head replaces it. A stopped evaluation begins anew.
+Each row of eval.json names the settings, images and weights that made it. The best linear head
+is beside it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -83,12 +76,9 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # As the table above says, --mlp, --cache or no flag at all ask for heads.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_equivariance = args.equivariance
-    if synthetic:
-        args.cache = True
-        args.with_equivariance = True
+    args.with_equivariance = args.equivariance or synthetic
+    args.cache = args.cache or synthetic
     return args
 
 
@@ -100,6 +90,22 @@ class Checkpoint(NamedTuple):
     settings: dict      # of the training
 
 
+def read_checkpoint(args: Namespace) -> Checkpoint:
+    """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
+    ranks, rank = ser.ranks_and_rank()
+    states = [ser.load_checkpoint(args.checkpoint) if rank == 0 else None]
+    if ranks > 1:
+        dist.broadcast_object_list(states)
+    state = states[0]
+
+    settings = state["settings"]
+    if settings["data"] and not args.data:
+        sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
+    encoder = ser.make_encoder(Namespace(**settings)).eval()
+    encoder.load_state_dict(state["encoder"])
+    return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
+
+
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. That of an
     encoder ends with its number of attention heads, which weights do not tell."""
@@ -108,28 +114,6 @@ def fingerprint(module: nn.Module) -> str:
         digest.update(weight.cpu().numpy().tobytes())
     text = digest.hexdigest()[:16]
     return f"{text}-{module.blocks[0].heads}" if isinstance(module, ViT) else text
-
-
-def read_checkpoint(args: Namespace) -> Checkpoint:
-    """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
-    ranks, rank = ser.ranks_and_rank()
-    states: list = [None]     # `broadcast_object_list` fills a list
-    if rank == 0:
-        state = ser.load_checkpoint(args.checkpoint)
-        step = state["step"]
-        if step < state.get("steps", 0):     # a converted checkpoint has no `steps`
-            print(f"{args.checkpoint}: the training has not ended, at step {step} of "
-                  f"{state['steps']}")
-        states = [{key: state[key] for key in ("encoder", "settings", "step")}]
-    if ranks > 1:
-        dist.broadcast_object_list(states)
-    state = states[0]
-    settings = state["settings"]
-    if settings["data"] and not args.data:
-        sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
-    encoder = ser.make_encoder(Namespace(**settings)).eval()
-    encoder.load_state_dict(state["encoder"])
-    return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 
 # ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================
@@ -143,41 +127,27 @@ class Sets(NamedTuple):
 
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    side = round(size * 256 / 224)
     # Choice: bicubic here, bilinear in crops of training, as the release and DINO's eval_linear.
-    resize = v2.Resize(side, v2.InterpolationMode.BICUBIC)
+    resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
-
-
-def is_visible_image(root: str, path: str) -> bool:
-    """Whether ser.py would train on this file, which hidden ones and other formats are not for."""
-    return path.lower().endswith(ser.ENDINGS) and f"{os.sep}." not in path[len(root):]
-
-
-class VisibleFolder(ImageFolder):
-    """An ImageFolder without hidden class folders."""
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        names, _ = super().find_classes(directory)
-        names = [name for name in names if not name.startswith(".")]
-        return names, {name: label for label, name in enumerate(names)}
 
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... `classes` are those of the training images, and a label is the
-    place of CLASS among them. A set may have some of them alone. Its folders may also be called
-    0, 1, ..., as in ImageNet-V2, which are the labels. For the training images themselves,
-    `classes` is left out."""
+    """The images root/CLASS/... A label is the place of CLASS in `classes`, those of the
+    training images, for which `classes` is left out. Folders may also be called 0, 1, ..., as
+    in ImageNet-V2, which are the labels."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-    is_valid_file = partial(is_visible_image, str(root))
-    folder = VisibleFolder(root, transform, loader=ser.read_image, is_valid_file=is_valid_file)
+    folder = ImageFolder(root, transform, loader=ser.read_image)
+
     names = list(classes or folder.classes)     # of labels 0, 1, ...
     if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
+
     labels = [names.index(name) for name in folder.classes]
     folder.samples = [(path, labels[place]) for path, place in folder.samples]
     return folder
@@ -192,12 +162,11 @@ def load_sets(args: Namespace, size: int) -> Sets:
         return Sets([str(label) for label in range(6)], train, None, {"val": val})
 
     train = Path(args.data, "train")
-    # Choice: crops and flips as the release.
-    random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
-    random_crops = class_folder(train, random_crop)
     centre = eval_transform(size)
     centre_crops = class_folder(train, centre)
     classes = centre_crops.classes
+    # Choice: crops and flips as the release.
+    random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
@@ -206,7 +175,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         if not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
-    return Sets(classes, centre_crops, random_crops, tests)
+    return Sets(classes, centre_crops, class_folder(train, random_crop), tests)
 
 
 def describe(sets: dict[str, Dataset]) -> str:
@@ -237,23 +206,17 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
-def last_blocks(encoder: ViT) -> range:
-    """The last four blocks (4.1). Choice: where [CLS] enters later, those that have it."""
-    before = max(encoder.depth - 4, encoder.cls_layer)
-    return range(before + 1, encoder.depth + 1)
-
-
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Features (B, K) of images (B, 3, S, S) uint8, in fp32 on the encoder's device: [CLS]
-    after each of the `last_blocks`, in their order, so that the last D of the K columns are
-    of the last block. Choice: all of them after the encoder's final LayerNorm."""
+    """Images (B, 3, S, S) uint8 -> features (B, K) in fp32: [CLS] after each of the last four
+    blocks (4.1). Choice: where it enters later, of those that have it. Choice: all of them
+    after the encoder's final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    last = last_blocks(encoder)
+    last_four = range(encoder.depth - 3, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
-        cls_at = encoder(x, last).cls_at
-        tokens = [encoder.norm(cls_at[layer]) for layer in last]
+        cls_at = encoder(x, last_four).cls_at
+        tokens = [encoder.norm(cls) for cls in cls_at.values()]
     return torch.cat(tokens, dim=1).float()
 
 
@@ -264,7 +227,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tenso
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
-    width = len(last_blocks(encoder)) * encoder.dim
+    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim     # K
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
@@ -294,31 +257,24 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 
 def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
-    """Train a head for each rate of --lr, and return the one that is best on val, and its
-    rate. train and val: features and labels of centre crops. `log` gets a line for each epoch,
-    with the accuracy of every rate.
-
-    With --cache, the heads learn from `train`. Without it, they learn from random crops, which
-    are encoded anew for each epoch and take the place of `train`. Ranks share the encoding, and
-    then each of them trains all heads. On ImageNet, the features of a ViT-S are 8 GB for an
-    epoch. While they are made, those of the epoch before are on the GPU as well, and those of
-    centre crops, 4 GB."""
+    """Train a head for each rate of --lr; return the one that is best on val, and its rate.
+    train and val: features and labels of centre crops. With --cache, heads learn from `train`.
+    Without it, random crops are encoded anew for each epoch: ranks share this, and then each
+    of them trains all heads. `log` gets a line for each epoch."""
     x_train, y_train = train
     x_val, y_val = val
     n_images = len(y_train)
-
-    heads = []
-    for _ in args.lr:
-        torch.manual_seed(args.seed)     # all heads have the same first weights
-        head = make_head(x_val.shape[1], len(sets.classes), args.mlp)
-        heads.append(head.to(x_val.device))
-
     batch = min(args.batch_size, n_images)
     steps = n_images // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
-    groups = [{"params": list(head.parameters()), "lr": lr * batch / 256}
-              for head, lr in zip(heads, args.lr)]
+    heads = []
+    groups = []
+    for lr in args.lr:
+        torch.manual_seed(args.seed)     # all heads have the same first weights
+        head = make_head(x_val.shape[1], len(sets.classes), args.mlp).to(x_val.device)
+        heads.append(head)
+        groups.append({"params": head.parameters(), "lr": lr * batch / 256})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
@@ -330,11 +286,11 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
-        for indices in order[:steps * batch].split(batch):
-            x, y = x_train[indices].float(), y_train[indices]
+        for indices in order.split(batch)[:steps]:
+            x, y = x_train[indices], y_train[indices]
             losses = [F.cross_entropy(head(x), y) for head in heads]
             optimizer.zero_grad()
-            torch.stack(losses).sum().backward()     # each head has a loss of its own
+            sum(losses).backward()     # each head has a loss of its own
             optimizer.step()
             schedule.step()
 
@@ -369,7 +325,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
     """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
     features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
     # Choice: 4.2 says 20-NN. Features, similarity and weights are those of DINO's eval_knn.
-    train = F.normalize(train.float())
+    train = F.normalize(train)
     classes = int(train_labels.max()) + 1
     right = 0
     for x, y in zip(test.split(256), labels.split(256)):
@@ -383,54 +339,12 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # f1 is here any function that makes a map of an image, such as all blocks up to one. It is
-# equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)). A.2
-# measures by the cosine how nearly they agree. Retrieval is our own measure. As almost
-# every turned token would be found by the mean colour of its patch alone, retrieval is
-# also measured between two copies of an image that have a colour jitter each.
-def share_found(moved_map: Tensor, map_of_moved: Tensor) -> float:
-    """The share of the tokens of a map (B, D, H, W) whose most similar token, among all of
-    the other map, is the one of the same image and place."""
-    if moved_map.shape != map_of_moved.shape:
-        raise ValueError(f"f1 has not the patch size that was given: {moved_map.shape} and "
-                         f"{map_of_moved.shape}")
-    z = moved_map.movedim(1, -1).flatten(0, 2).float()                        # (B N, D)
-    z_prime = map_of_moved.movedim(1, -1).flatten(0, 2).float()
-    with torch.autocast(z.device.type, enabled=False):     # in bf16 many tokens would tie
-        similarities = F.normalize(z) @ F.normalize(z_prime).T                # (B N, B N)
-    right = similarities.argmax(1).cpu() == torch.arange(len(z))
-    return right.float().mean().item()
-
-
-def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
-    """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
-    that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
-    if element == "rot90":
-        g = g._replace(turns=1 + torch.arange(n) % 3)
-    if element == "hflip":
-        g = g._replace(flip=torch.ones_like(g.flip))
-    return g
-
-
-def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
-    of training, and normalise them."""
-    def sample(middle: float, width: float) -> Tensor:
-        return middle + width * (2 * torch.rand(len(x), generator=generator) - 1)
-
-    none = torch.zeros(len(x))
-    aug = ser.Augmentation(
-        brightness=sample(1, ser.BRIGHTNESS), contrast=sample(1, ser.CONTRAST),
-        saturation=sample(1, ser.SATURATION), hue=sample(0, ser.HUE),
-        gray=none, blur=none, solarize=none)
-    return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
-
-
+# equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)).
+# A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), for images
-    (n, 3, S, S), as f1 takes them. As in training, g = g2 g1^-1 of two sampled views, where
-    some images stay as they are."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in
+    training, g = g2 g1^-1 of two sampled views, where some images stay as they are."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -452,10 +366,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     images: (n, 3, S, S), as f1 takes them or, with `change`, as `change` does. n should be a
         multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
-    change: a function that alters images at random, such as a colour jitter. It is called on
-        each of the two copies before f1.
-    Raises ValueError for images that are not square, or do not consist of patches, and for
-    maps of another size."""
+    change: alters both copies before f1, such as a random colour jitter. Without it, almost
+        every turned token is found by the mean colour of its patch alone."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
@@ -463,10 +375,44 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     total = 0.0
     for part, x in enumerate(images.split(32)):
         g = sample_moving(element, part, len(x), h // patch)
-        moved_map = rho(g, f1(change(x)))
-        map_of_moved = f1(change(rho(g, x, patch)))
-        total += len(x) * share_found(moved_map, map_of_moved)
+        z = unit_tokens(rho(g, f1(change(x))))
+        z_prime = unit_tokens(f1(change(rho(g, x, patch))))
+        if len(z) != len(z_prime):
+            raise ValueError(f"the maps of f1 do not have the patch size {patch}")
+
+        with torch.autocast(z.device.type, enabled=False):     # in bf16 many tokens would tie
+            nearest = (z @ z_prime.T).argmax(1)                # among all images of the part
+        right = nearest.cpu() == torch.arange(len(z))
+        total += len(x) * right.float().mean().item()
     return total / len(images)
+
+
+def unit_tokens(h: Tensor) -> Tensor:
+    """The tokens of maps (B, D, H, W) in fp32, with length 1; (B H W, D)."""
+    return F.normalize(h.movedim(1, -1).flatten(0, 2).float())
+
+
+def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
+    """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
+    that stays would all find themselves. A scaling may happen to end with the size of before."""
+    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
+    if element == "rot90":
+        g = g._replace(turns=1 + torch.arange(n) % 3)
+    if element == "hflip":
+        g = g._replace(flip=torch.ones_like(g.flip))
+    return g
+
+
+def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
+    of training, and normalise them."""
+    draws = 2 * torch.rand(4, len(x), generator=generator) - 1
+    none = torch.zeros(len(x))
+    aug = ser.Augmentation(
+        brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
+        saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
+        gray=none, blur=none, solarize=none)
+    return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
 def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
@@ -491,8 +437,6 @@ def results_path(args: Namespace, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         sys.exit(f"nothing can be written to {folder}: name another folder by --out")
-    if name.endswith(".json"):
-        read_results(folder / name)     # if it is damaged, the program ends before its work
     return folder / name
 
 
@@ -505,18 +449,17 @@ def read_results(path: Path) -> dict:
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
-    """Add rows to the file of results, each with the settings of the evaluation, the weights of
-    the checkpoint, and the images, as `describe` names them. A row replaces an older one that
-    differs from it in nothing but the value."""
+    """Add rows to the file of results, each with what made it; images: as `describe` names
+    them. A row replaces an older one that differs from it in nothing but the value."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training
 
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
-    new = [made_by | row for row in rows]
-    keys = [row | {"value": None} for row in new]
-    older = [row for row in results["rows"] if row | {"value": None} not in keys]
-    results["rows"] = older + new
+    for row in rows:
+        row = made_by | row
+        others = [old for old in results["rows"] if old | {"value": row["value"]} != row]
+        results["rows"] = [*others, row]
 
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1))
@@ -545,22 +488,14 @@ def print_table(rows: Sequence[dict]) -> None:
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
-    # Features. Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     x_train, y_train = extract(encoder, sets.centre_crops, args)
-    if x_train.is_cuda:
-        x_train = x_train.half()     # half of the memory; heads and k-NN take them as fp32
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
-
-    # The best head. A linear one is kept, for paper/evaluations/robustness.py.
-    kept = {}
     if args.with_heads:
         head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
-    if args.with_heads and not args.mlp:
-        kept = {
-            "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-            "classes": list(sets.classes), "lr": lr}
 
-    # Scores. Choice: among all classes, and among those of the set, as ImageNet-R's authors.
+    # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
+    # Choice: scores are among all classes, and among those of the set, as ImageNet-R's authors.
+    last = slice(-encoder.dim, None)
     rows = []
     for name, (x, y) in tests.items():
         all_classes = torch.arange(len(sets.classes)).to(y)
@@ -576,16 +511,20 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
                 values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
             chosen = torch.isin(y_train, among)     # neighbours are of these classes alone
-            last = slice(-encoder.dim, None)     # the features of the last block
             values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
             rows += make_rows(values, name, len(among), encoder.depth)
-    return rows, kept
+
+    # A linear head is kept, for paper/evaluations/robustness.py.
+    if not args.with_heads or args.mlp:
+        return rows, {}
+    return rows, {
+        "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
+        "classes": list(sets.classes), "lr": lr}
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer, a multiple
-    # of 32, among which `retrieval` looks.
+    # Choice: 512 images, spread over val; of fewer, a multiple of 32, as `retrieval` needs.
     n = min(512, len(val) // 32 * 32) or len(val)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
@@ -613,50 +552,41 @@ def evaluate(args: Namespace) -> list[dict]:
     path = results_path(args, "eval.json")
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
-    described = describe({"train": sets.centre_crops, **sets.tests})
 
     encoders = {"trained": checkpoint.encoder}
     if args.with_equivariance:
-        untrained = ser.seeded_encoder(run).eval()
-        encoders = {"untrained": untrained, "trained": checkpoint.encoder}
+        encoders = {"untrained": ser.seeded_encoder(run).eval(), **encoders}
 
-    # Choice: equivariance is measured after f1, where the main setting has L_equiv,
-    # unless all blocks are wanted.
+    # Choice: if not all blocks are wanted, that after f1, where the main setting has L_equiv.
     pairs = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
 
     rows = []
     kept = {}
-    for name, encoder in encoders.items():
+    for name, encoder in encoders.items():     # the trained one is the last
         encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            own, kept[name] = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]
 
-    if ser.ranks_and_rank()[1] > 0:
-        return rows
-
-    # Write before printing, as printing to a closed terminal ends the program.
-    write(path, rows, args, checkpoint, described)
-    if kept.get("trained"):
-        made_by = {"weights": checkpoint.weights, "settings": vars(args)}
-        name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-        ser.save(path.with_name(f"head-{name}.pt"), **kept["trained"], **made_by)
-    print_table(rows)
-    print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
+    _, rank = ser.ranks_and_rank()
+    if rank == 0:
+        images = describe({"train": sets.centre_crops, **sets.tests})
+        write(path, rows, args, checkpoint, images)
+        if kept:
+            made_by = {"weights": checkpoint.weights, "settings": vars(args)}
+            name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
+            ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
+        print_table(rows)
+        print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate what a command line names."""
-    evaluate(parse(argv))
+if __name__ == "__main__":
+    evaluate(parse())
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,13 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers.
 
-Self-supervised learning makes the final embedding of an image invariant to augmentations,
-which may erase geometric structure. SER keeps that objective, and adds a second one at an
-intermediate layer, where the patch tokens still form a map of the image:
+SER keeps the loss of a self-supervised method, which acts on the final embedding, and adds
+a second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
                    made by crops, flips and photometric jitter (T), views of b2 by geometry
                    from an invertible group G and the same jitter (T_eq)
-    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
-                   images: one mean over b1 and b2 (Eq. 3 has one for each part)
+    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -19,10 +17,9 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method. What the paper prescribes has its section in brackets, as
-(3.1), or after `Paper:`. `Choice:` marks what it leaves open, and `Choice, unlike` the nine
-places where we depart from it, which paper/README.md lists as well. 4.1 keeps MoCo-v3's
-settings without naming them. They are those of its code and of the ViT-S command in its
+Sections 1 to 6 are the method. `Paper:`, or a section in brackets such as (3.1), marks what
+the paper prescribes, `Choice:` what it leaves open, and `Choice, unlike` where we depart from
+it. 4.1 keeps MoCo-v3's settings, which are those of its code and of the ViT-S command in its
 CONFIG.md. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -65,33 +62,28 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is stored
-    as the size with which it ends, and not as a factor. If view 1 has 12 x 16 tokens and
-    view 2 has 15 x 13, the grid of g is (15, 13)."""
+    """How each image moves: by a flip, then quarter turns, then a scaling to a given size."""
     flip: torch.Tensor       # (B,) bool, horizontal flip
     turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
 
-    # Choice, unlike Algorithm 1, where each image has a scaling of its own: the images of
-    # a view share one, and so stay one tensor. Flips and turns are of each image.
-    grid: tuple[int, int]    # the size after the scaling, rows and columns (H, W) of maps
+    # Choice, unlike Algorithm 1: the images of a view share one scaling, and stay one tensor.
+    grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling of their grid x grid
-    tokens. A kind that `elements` leaves out does nothing, and the others are sampled the same
-    with and without it. Raises ValueError for a kind that is none of ELEMENTS."""
+    """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
+    What `elements` leaves out does nothing, and does not change how the rest is sampled."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
-    # Choice: all flips and turns are equally likely; the paper does not say.
+    # Choice: all flips and turns are equally likely.
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
 
-    # Choice: 4.1 does not say of what [0.7, 1.3] is the range. Here it is that of the
-    # area, before rounding. The aspect ratio W / H has the release's range, [3/4, 4/3].
-    area = 0.7 + 0.6 * u                    # uniform
+    # Choice: the range [0.7, 1.3] of 4.1 is that of the area. W / H has the release's range.
+    area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
     width = round(grid * math.sqrt(area * aspect))
@@ -106,11 +98,10 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(B, C, h, w) -> (B, C, *size), of any float dtype, and of uint8 on a CPU. Crops and rho
-    share it (3.2), and so do position embeddings."""
+    """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # Half precision goes through float32, as PyTorch does not resize it on a CPU.
+    # PyTorch does not resize half precision on a CPU.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -118,15 +109,12 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
-    """The action rho_g (paper 3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), (H, W) =
-    g.grid. cell = 1 moves token maps, cell = patch_size moves pixels. Flips and turns
-    permute, bit for bit; only a change of size resamples. Turns count modulo 4. Raises
-    ValueError if the number of images is not that of g."""
+    """The action rho_g (3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), where (H, W) is g.grid.
+    cell = 1 moves token maps, and cell = patch_size moves pixels."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # An image is flipped or not, then makes a half turn or not, then a quarter turn or not:
-    # turns = 2 * half + quarter. These flags, (B, 1, 1, 1) each, go to the device together.
+    # turns = 2 * half + quarter. The flags, (B, 1, 1, 1) each, go to the device together.
     moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
     moves = moves.to(x.device, non_blocking=True)
     flip, half, quarter = moves.view(3, -1, 1, 1, 1)
@@ -134,27 +122,24 @@ def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
     x = torch.where(flip, x.flip(-1), x)
     x = torch.where(half, x.flip((-2, -1)), x)
 
-    # A quarter turn exchanges the sides of a map, so both are resized before one is
-    # chosen. `rot90` leaves the numbers in another order in memory, in which convolutions
-    # round differently. `contiguous` restores the usual one.
+    # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
+    # Without `contiguous`, later convolutions would round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (paper 3.1). Its grid is that of g2."""
-    # Let view i be flipped (m_i = 1) or not (m_i = 0), and then make t_i quarter turns.
-    # With M for the flip and Q for a quarter turn, that is Q^t_i M^m_i, read from right
-    # to left. As M M = 1 and M Q = Q^-1 M, and without scalings,
+    """g = g2 g1^-1, which takes view 1 to view 2 (3.1)."""
+    # Without scalings, g_i = Q^t_i M^m_i: first a flip M if m_i is 1, then t_i quarter turns Q.
+    # As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # A scaling resizes to a given grid, so of several the last one counts, that of view
-    # 2. That of view 1 leaves no trace but what resampling loses.
+    # A scaling resizes to a given grid, so only the last one counts, that of view 2.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -167,9 +152,8 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motion of this rank's `batch` images. Ranks share the grid, as they gather maps
-    of one size, but not the flips and turns. Every rank samples for the images of all ranks,
-    by the generator `shared`, which has one seed everywhere, and keeps its own part."""
+    """Sample the motion of this rank's `batch` images. Ranks gather maps of one size, so each
+    samples for all ranks, by `shared`, which has one seed everywhere, and keeps its part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     flip = g.flip.chunk(ranks)[rank]
@@ -178,11 +162,9 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
-# The partition of Algorithm 1: of a batch in random order, the first images are b1 and
-# the rest are b2. Each rank takes its part of both. What is sampled for an image depends
-# on --seed, the image and the epoch. The motions of b2, and the order of colour jitter,
-# depend on --seed and the step. The number of loader processes changes nothing, and a run
-# can be repeated, on a CPU bit for bit.
+# The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
+# rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
+# image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
 def seed_of(*names: Any) -> int:
     """A seed made from names and numbers. Python's hash would differ between processes."""
     return random.Random(repr(names)).getrandbits(63)
@@ -195,16 +177,14 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds
-    # its own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. `round`
-    # would take a half to the even number.
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its
+    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """Yield this rank's batches of the steps from `start` to before `end`, as lists of items
-    (epoch, index, in_b2) for Dataset.__getitem__, first those of b1, then those of b2. The
-    last, incomplete batch of an epoch is dropped."""
+    (epoch, index, in_b2), first those of b1, then those of b2."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -215,23 +195,15 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
             order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
         batch = order[place * size:(place + 1) * size]
 
-        # Both parts divide by R, as `check_settings` has made sure.
         b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
         b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
         items = [(epoch, index, False) for index in b1]
         yield items + [(epoch, index, True) for index in b2]
 
 
-# The views. An image takes this way:
-#
-#   batch_items   (epoch, index, in_b2)           it is chosen, for b1 or b2
-#   Dataset       [(pixels, Augmentation), ...]   each view of b1 is cropped; jitter is sampled
-#   DataLoader    the same, of a batch            its collate function stacks them
-#   make_views    [View, ...]                     on the device: b2 is moved, all are jittered
-#
-# T is MoCo-v3's, and its last four rows are the photometric jitter. MoCo-v3 flips last,
-# which makes no difference. The device makes the jitter, as CPU cores would take longer
-# for it than for reading and cropping.
+# T is MoCo-v3's, and its last four rows are the photometric jitter. The loader crops, and
+# samples all the numbers. `make_views` moves b2 and makes the jitter on the device, as CPU
+# cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -254,7 +226,7 @@ class ViewSettings(NamedTuple):
     """The size of a view, and what differs between the views of T."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
-    p_blur: float                   # probabilities
+    p_blur: float
     p_solarize: float
 
 
@@ -271,7 +243,7 @@ class Augmentation(NamedTuple):
     width: Value = 1.0
     flip: Value = False
 
-    # The photometric jitter, which `jitter_and_normalise` will make.
+    # The photometric jitter.
     brightness: Value = 1.0    # factors
     contrast: Value = 1.0
     saturation: Value = 1.0
@@ -287,9 +259,8 @@ class Augmentation(NamedTuple):
 
 def sample_view(image: Tensor, settings: ViewSettings,
                 in_b2: bool) -> tuple[Tensor, Augmentation]:
-    """What the loader does for a view of an image (3, h, w) uint8. An image of b1 is cropped
-    and flipped. One of b2 is kept whole and upright, and `make_views` moves it. Returns the
-    pixels, (3, S, S) uint8, and what was sampled, also for the jitter that is to come."""
+    """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was sampled for
+    it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
@@ -298,8 +269,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # The crop becomes a square. Paper: 3.2, T_eq does not crop. Choice: in b2, the whole
-    # image becomes a square, which rho_g resizes once more.
+    # Paper: 3.2, b2 is not cropped. Choice: it becomes a square, which rho_g resizes again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -321,8 +291,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
 @dataclass
 class Dataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. source: paths, or images (n, 3, h, w) uint8. It needs no length, as
-    `batch_items` says which images are next."""
+    Augmentation. source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -347,7 +316,7 @@ class Dataset(torch.utils.data.Dataset):
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
-    """The data set of a run, with the two views of the table above."""
+    """The data set of a run, with the two views of T."""
     area = (args.crop_min, 1.0)
     view_settings = [
         ViewSettings(args.image_size, area, p_blur, p_solarize)
@@ -375,8 +344,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     for index, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice, unlike 4.1, where MoCo-v3 has an order of the colour jitter for each
-        # image: all images of a view share one, on all ranks, for speed.
+        # Choice, unlike 4.1: for speed, all images of a view share one order of colour jitter.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
 
         b1 = jitter_and_normalise(images[:B1], aug.select(slice(B1)), order)
@@ -386,7 +354,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             shared = rng(args.seed, "geometry", step, index)
             grid = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, grid, args.group, shared)
-            # Choice: the motion comes before photometric jitter. The paper names no order.
+            # Choice: the motion comes before the photometric jitter.
             moved = rho(g, images[B1:], args.patch_size)
             b2 = jitter_and_normalise(moved, aug.select(slice(B1, None)), order)
 
@@ -407,9 +375,8 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise
-    them. order: (4,), a permutation of the four operations of the colour jitter."""
-    # A field (B,) as (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
+    """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise them."""
+    # (B,) -> (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
@@ -434,9 +401,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     return normalise(x)
 
 
-# The colour operations are those of torchvision, but each of the images (B, 3, h, w) in
-# [0, 1] has a factor of its own, (B, 1, 1, 1). A factor of 1, or a hue shift of 0, leaves
-# an image as it is, bit for bit.
+# torchvision's colour operations, where each image has a factor of its own, (B, 1, 1, 1).
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Towards black, or away from it."""
     return (factor * x).clamp(0, 1)
@@ -460,15 +425,13 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     value = x.amax(1, keepdim=True)
     chroma = value - x.amin(1, keepdim=True)
 
-    # Where several channels are the largest, the hue is that of red, or else of green.
     divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
     # HSV has a closed form that gives each channel back:
     #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue. Pure red, for instance, has
-    # value and chroma 1 and hue 0. So k is 5, 3 and 1, and the channels are 1, 0 and 0.
+    # where the offset is 5 for red, 3 for green and 1 for blue.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -477,8 +440,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike 4.1: a Gaussian that is cut off. MoCo-v3 blurs by Pillow, which
-    # approximates a Gaussian by boxes.
+    # Choice, unlike 4.1: MoCo-v3 blurs by Pillow, which approximates a Gaussian by boxes.
     B, _, h, w = x.shape
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # at least 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
@@ -495,8 +457,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D) or, once [CLS] has entered, (B, 1 + N, D). Its
-    parameters have timm's names."""
+    """A pre-norm transformer block on (B, N, D), whose parameters have timm's names."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -529,8 +490,7 @@ class Encoded(NamedTuple):
 
 
 class ViT(nn.Module):
-    """f = f2 . f1, a vision transformer whose [CLS] token enters after block `cls_layer`,
-    which is less than `depth`. With 0 it enters at the input. Maps never hold [CLS]."""
+    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`, or with 0 at the input."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -548,8 +508,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3: Xavier-uniform matrices, zero biases, and a patch
-        # embedding that stays random.
+        # Paper: 4.1, as MoCo-v3, whose patch embedding stays random.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
@@ -563,9 +522,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w). `layers` are the blocks, counted from 1, after which maps and,
-        where it has entered, [CLS] are kept. Raises ValueError if h or w is no multiple of
-        the patch size."""
+        """Encode (B, 3, h, w), and keep maps and [CLS] after the blocks `layers`, from 1 on."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -580,7 +537,6 @@ class ViT(nn.Module):
         for layer, block in enumerate(self.blocks, start=1):
             if layer == self.cls_layer + 1:
                 # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
-                # If `layers` has cls_layer, its map is f1(x).
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -594,8 +550,7 @@ class ViT(nn.Module):
 
 def encode_view(encoder: ViT, view: View,
                 layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """The final [CLS] of a view, (B, D), b1 then b2, for L_inv; and layer -> map, of b2 alone,
-    for L_equiv."""
+    """The final [CLS] of b1, then b2, (B, D); and layer -> map, of b2 alone."""
     of_b1 = encoder(view.b1)
     if view.b2 is None:
         return of_b1.cls, {}
@@ -604,14 +559,11 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# An anchor is a projected token of rho_g(f1(x1)). Its positive is that of f1(x2) at the same
-# place, and its negatives are all tokens, of both views, of the *other* images of b2 on all
-# ranks, as in the formula of 3.3. (Algorithm 1 and A.4 speak of other tokens of an image, too.)
+# Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
+# (Algorithm 1 and A.4 speak of other tokens of the same image, too.)
 #
-# Paper: 3.3 stops no gradient, so that anchors, positives and negatives all carry it. In
-# the release, all tokens pass a gather that stops it, on one GPU as on several, so that
-# its L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md has a command
-# that shows this.
+# Paper: 3.3 stops no gradient. In the release, all tokens pass a gather that stops it, so its
+# L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md shows this.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
@@ -632,9 +584,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        # A rank's x entered the loss of every rank, so its gradient is the sum over all
-        # these losses. The loss of the whole batch is their mean. We do not divide by R
-        # here, because DDP does it later, when it averages the gradients of the ranks.
+        # A rank's x entered the loss of every rank, so its gradients are summed. They are not
+        # divided by R here, because DDP does it later, when it averages over ranks.
         ranks, rank = ranks_and_rank()
         total = gradient.contiguous().clone()
         dist.all_reduce(total)
@@ -642,8 +593,7 @@ class AllGather(torch.autograd.Function):
 
 
 def gather(x: torch.Tensor) -> torch.Tensor:
-    """(B, ...) of each rank -> (R B, ...), in the order of ranks and with gradient for
-    all of them. In a single process, x itself. All ranks must have the same B."""
+    """(B, ...) of each rank -> (R B, ...), with gradient. All ranks must have the same B."""
     ranks, _ = ranks_and_rank()
     return AllGather.apply(x) if ranks > 1 else x
 
@@ -656,11 +606,10 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine divided by the temperature. z and z_prime are the projected
-    tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2), of any float dtype; the loss is
-    computed in fp32. Anchors are those of this rank and keys those of all ranks, so the
-    mean over ranks is the loss of the whole batch. All ranks must have the same B and N.
-    Raises ValueError if z and z_prime differ in shape, or there is but one image in all."""
+    where s is the cosine over the temperature. z and z_prime are the projected tokens
+    (B, N, K) of rho_g(f1(x1)) and of f1(x2). Anchors are those of this rank, and keys those of
+    all ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
+    Raises ValueError if the shapes differ, or there is but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
@@ -674,11 +623,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # same[i, m] says that key image m is anchor image i itself, whose 2N tokens are no
-        # negatives. On the second of two ranks with two images each, which are keys 2 and 3:
-        #             m = 0 1 2 3
-        #     i = 0       . . T .
-        #     i = 1       . . . T
+        # same[i, m] says that key image m is anchor image i itself, whose tokens are no negatives.
         _, rank = ranks_and_rank()
         own = rank * len(z) + torch.arange(len(z), device=z.device)        # (B,)
         same = own[:, None] == torch.arange(len(keys), device=z.device)
@@ -689,8 +634,7 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
 
 def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
                temperature: float = 0.3) -> torch.Tensor:
-    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
-    W2), where g takes view 1 to view 2. In the main setting they are f1(x1) and f1(x2)."""
+    """L_equiv of one layer, whose maps are h1, (B, D, H1, W1), and h2, (B, D, H2, W2)."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
@@ -705,12 +649,10 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
     does not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-    colour jitter of its own, and normalised. They should be squares. Others are distorted, as
-    every view is resized to an aspect ratio of 3/4 to 4/3.
-    f1: a module or function that takes images of any size to maps (B, D, h / patch, w / patch).
-    patch: the side of its patches in pixels.
+        colour jitter of its own, and normalised. What is no square is distorted.
+    f1: takes images of any size to maps (B, D, h / patch, w / patch), with patch in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control, the same loss without any motion."""
+    elements: what moves the images; () is a control without motion."""
     grid = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), grid, elements, shared)
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
@@ -720,17 +662,13 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
-# SER does not ask what the invariance loss is. It runs the online encoder itself, whose pass
-# over b2 gives both the [CLS] for L_inv and the maps for L_equiv. A base method is a module with
-#     base.encoder             the online ViT, which SER runs
-#     base(views, cls)         L_inv, a scalar. cls has, for each view, the final [CLS] of the
-#                              encoder, (B, D). MoCo-v3 makes its keys from `views`
+# A base method is a module with
+#     base.encoder             the online ViT, which SER runs, once for both losses
+#     base(views, cls)         L_inv, a scalar. cls has the final [CLS] of each view, (B, D)
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
-    without affine parameters."""
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as their loss is. In
-    # a training they are those of all GPUs, see `distribute`.
+    """The MLP of MoCo-v3's projector and predictor."""
+    # Choice: BatchNorm takes b1 and b2 together, as the loss does.
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         linear = nn.Linear(fan_in, fan_out, bias=False)
@@ -740,8 +678,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """Row i of q (B, K) is to find row i of k (B, K) among the rows of all ranks. Returns the
-    mean cross-entropy times 2 * temperature, MoCo-v3's factor."""
+    """InfoNCE of q and k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -752,8 +689,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021) with its settings. A momentum copy of encoder and projector
-    makes keys. This projector is not that of L_equiv."""
+    """MoCo-v3 (Chen et al. 2021). Its projector is not that of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -777,12 +713,12 @@ class MoCoV3(nn.Module):
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
-        """(B, K), by the momentum branch, without gradient."""
+        """(B, K), by the momentum branch."""
         cls, _ = encode_view(self.momentum_encoder, view)
         return self.momentum_projector(cls)
 
     def forward(self, views: Sequence[View], cls: Sequence[Tensor]) -> Tensor:
-        """L_inv of two views, symmetric as in the pseudo-code of MoCo-v3's paper."""
+        """L_inv, symmetric in the two views."""
         q1 = self.predictor(self.projector(cls[0]))
         q2 = self.predictor(self.projector(cls[1]))
         k1 = self.key(views[0])
@@ -810,9 +746,8 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one
-        # mean and all keys, as in the release. With two means, an image of b2 would weigh
-        # 84 times as much as one of b1, if 24 are in b2 and 2,024 in b1.
+        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean
+        # and all keys, as in the release. By Eq. 3, an image of b2 would weigh 84 times as much.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -831,7 +766,7 @@ class SER(nn.Module):
             h1 = maps1[layer]
             h2 = maps2[layer]
             total = total + layer_loss(project, g, h1, h2, self.temperature)
-        return total / len(self.layers)     # Choice: the mean, if there are several layers
+        return total / len(self.layers)     # Choice: the mean over layers
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
@@ -854,17 +789,15 @@ def arguments() -> ArgumentParser:
     add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", type=count, default=6, help="attention heads")
-    # In the paper's main setting, both of the next two flags are 3, so that L_equiv is
-    # after f1. Neither follows the other. For other settings, give both:
+    # In the paper's main setting, both of the next two flags are 3. For others, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
-    # Choice: after block 12 no block is left that [CLS] could enter, so it enters at the input.
+    # Choice: after block 12 no block is left for [CLS], so it enters at the input.
     add("--cls-layer", type=int, default=3,
         help="last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", type=count, nargs="+", default=[3],
         help="blocks with L_equiv: the last of f1 in the paper's main setting")
-    # In a batch of 256, .01 is 3 images, whose tokens have few negatives, and .06 is 15.
     add("--ratio", type=share, default=0.01,
         help="r, share of b2 in a batch; .06 for 256 images; 0: no b2")
     add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
@@ -880,7 +813,7 @@ def arguments() -> ArgumentParser:
     add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
     add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
     add("--seed", type=int, default=0, help="seed of the run")
-    # Choice: bfloat16, which needs no scaling of the loss. The release has fp16, which does.
+    # Choice: bfloat16, which needs no scaling of the loss. The release has fp16.
     add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
     add("--workers", type=int, default=8, help="loader processes of a rank")
@@ -930,7 +863,7 @@ def seeded_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seeded_encoder(args)     # it seeds torch, for the weights of the next two lines, too
+    encoder = seeded_encoder(args)     # and the weights of the next two lines
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -942,7 +875,7 @@ def adamw(model: nn.Module, args: Namespace) -> Optimizer:
 
 
 def learning_rate(args: Namespace, epoch: float) -> float:
-    """A linear warmup, then half a cosine to 0; epoch: with its fraction."""
+    """A linear warmup, then half a cosine to 0."""
     peak = args.base_lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
         return peak * epoch / args.warmup_epochs
@@ -983,12 +916,10 @@ def load_encoder(path: str | Path) -> ViT:
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a checkpoint; returns its step. A folder holds one run, so this exits with one
-    sentence if settings, images or ranks differ from those of the checkpoint."""
+    """Load a checkpoint, and return its step. Exits if it is of a run with other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved, as images are known by their names. The
-    # other three settings change no result.
+    # The folders `data` and `out` may have moved. The others change no result.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1003,26 +934,20 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 
 def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model and, if there are several ranks, the same in DDP. On several GPUs it has
-    SyncBatchNorm, which CPUs do not have."""
+    """The model, and the same in DDP if there are several ranks. CPUs have no SyncBatchNorm."""
     ranks, _ = ranks_and_rank()
     if ranks == 1:
         return model, model
     if device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # Given device_ids, DDP would copy all of the views to the GPU. Their geometry and
-    # augmentation stay on the CPU.
+    # Given device_ids, DDP would copy the geometry and augmentations to the GPU, too.
     return model, nn.parallel.DistributedDataParallel(model)
 
 
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns the checkpoint's path.
-    Methods in paper/methods bring functions of their own in place of these four:
-        build(args)                        the model: SER, or another one with a `base` (section 5)
-        make_dataset(source, args)         what `two_view_dataset` returns
-        make_optimizer(model, args)        what `adamw` returns
-        schedule(optimizer, args, epoch)   called before every step"""
+    """Run or continue a training, and return the checkpoint's path. Methods in paper/methods
+    bring functions of their own in place of these four; their models, too, have a `base`."""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1060,7 +985,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO of paper/.
+        # Forward. The seed is for base methods that sample there, such as DINO.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, args.bf16):
             losses = wrapped(views)
@@ -1098,8 +1023,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp")     # of image files, also in capit
 
 
 def list_images(folder: str) -> tuple[list[str], str]:
-    """The sorted paths of all images below folder/train or, without one, below the
-    folder, and a checksum of their names there. Hidden files are left out."""
+    """Sorted image paths below folder/train or, without one, below folder, and a checksum."""
     train = os.path.join(folder, "train")
     root = train if os.path.isdir(train) else folder
 
@@ -1116,9 +1040,8 @@ def checksum(names: Sequence[str]) -> str:
 
 
 def read_image(path: str) -> Tensor:
-    """An image file as (3, h, w) uint8 RGB. Raises OSError, which names the path."""
-    # Choice: EXIF flags are ignored, as in torchvision's ImageFolder, so some photographs
-    # lie on their side.
+    """An image file as (3, h, w) uint8 RGB."""
+    # Choice: EXIF flags are ignored, as in torchvision's ImageFolder.
     try:
         with Image.open(path) as image:
             # An MPO is a photograph of a phone, with others behind it.
@@ -1165,8 +1088,7 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
 
 
-# The types of flags, which read a value from the command line or refuse it. Argparse then
-# tells the type's name, as in "argument --ratio: invalid share value: '2'".
+# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
 def positive(text: str) -> float:
     """A number above 0."""
     return within(sys.float_info.min, 1e9, float(text))
@@ -1188,8 +1110,7 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is from low to high. Raises ValueError if it is not, or is nan. The types
-    above end at 1e9, so that infinity is refused."""
+    """The value, if it is in the range. This refuses nan, and by the limit 1e9 infinity, too."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -1230,8 +1151,7 @@ def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
 
     layers = f"[CLS] enters after block {args.cls_layer}"
     if args.equiv_layers:
-        # We call L_equiv "at chance" where all embeddings are equal. Its value here is that
-        # of views that are not scaled.
+        # The value where all embeddings are equal, and no view is scaled.
         tokens = (args.image_size // args.patch_size) ** 2
         chance = math.log(1 + 2 * tokens * (plan["b2"] - 1))
         blocks = ", ".join(map(str, args.equiv_layers))
@@ -1240,8 +1160,7 @@ def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
 
 
 def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
-    """The log, which gets a line with all settings, and a bar that counts images. Those of
-    other ranks than 0 show nothing."""
+    """A log, with a line of all settings, and a bar that counts images, on rank 0 alone."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
@@ -1263,15 +1182,13 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Log means over ranks, all of which call this. Exits with one sentence, before anything
-    is saved, if the loss is not finite."""
+    """Log means over ranks, all of which call this. Exits if the loss is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
 
     if ranks > 1:
         dist.all_reduce(values)
-        # The bar keeps this tensor until the run has ended. In torch 2.6, a rank might
-        # never end if one of gloo's own threads were the last to hold it.
+        # In torch 2.6, a rank may never end if a gloo thread is the last to hold this tensor.
         bar.reduced = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
