@@ -11,8 +11,6 @@ train2017, and AP is reported on val2017. It leaves open the detector, its neck,
 size of the images, the optimizer and the augmentation. Each is a flag or has a `# Choice:` below:
 torchvision's Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
 """
-import math
-import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -39,6 +37,7 @@ PAPER = {     # AP, AP50, AP75 (appendix A.3)
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments("folder of COCO 2017: annotations, train2017, val2017")
+    parser.set_defaults(ratio=0)     # for ser.batch_items: there is no b2
     add = parser.add_argument
     add("--iterations", type=ser.count, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=ser.count, default=32, help="images per step, over all ranks")
@@ -150,19 +149,13 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 
-    # A row of `order` is a batch; one may hold the end of an epoch and the beginning of the next.
-    n = args.iterations * args.batch_size
-    orders = []
-    for epoch in range(math.ceil(n / len(data))):
-        generator = ser.rng(args.seed, "coco", epoch)
-        orders.append(torch.randperm(len(data), generator=generator))
-    order = torch.cat(orders)[:n].view(args.iterations, -1)
-    own = order[start:, rank::ranks].tolist()
+    items = ser.batch_items(len(data), args, start, args.iterations)
+    own = [[index for _, index, _ in batch] for batch in items]
     loader = DataLoader(data, batch_sampler=own, collate_fn=list, num_workers=args.workers)
 
     flip = v2.RandomHorizontalFlip()     # Choice: flips are the only augmentation
-    log = open(os.devnull if rank > 0 else path.with_suffix(".jsonl"), "a", buffering=1)
-    bar = tqdm(total=n, initial=start * args.batch_size, unit=" images", disable=rank > 0)
+    plan = {"steps": args.iterations, "batch_size": args.batch_size}
+    log, bar = ser.open_log(path.with_suffix(".jsonl"), run | plan, start)
     for step, batch in enumerate(loader, start):
         # Flips, and the proposals that torchvision trains on, are sampled from this seed.
         torch.manual_seed(ser.seed_of(args.seed, "coco", step, rank))
@@ -188,7 +181,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
             ser.log_and_check(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
                 encoder = model.backbone.encoder.state_dict()     # as in all checkpoints
-                ser.save(path, step=done, steps=args.iterations, settings=run,
+                ser.save(path, step=done, settings=run,
                          model=model.state_dict(), encoder=encoder,
                          optimizer=optimizer.state_dict())
 

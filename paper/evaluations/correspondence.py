@@ -5,12 +5,8 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
 of the first three classes. A row has the photograph, a rotated and recoloured copy, and for each
-checkpoint this copy once more, pale blue where a token is not found. A token is found where, of all
-tokens of the copy, it is the most similar one to its counterpart in the photograph, which has
-other colours, too. "Retrieval with jitter", which `eval_linear.py --equivariance` prints, is the
-share of these tokens in many images, where it looks among those of 32 images.
+checkpoint this copy once more, pale blue where a token is not found.
 """
-import sys
 from argparse import Namespace
 
 import torch
@@ -61,11 +57,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
     layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
     sizes = {(run.settings["image_size"], run.settings["patch_size"]) for run in runs}
-    if len(layers) != 1 or len(sizes) > 1:
-        sys.exit("these runs should have one size of images and patches, and L_equiv after one "
-                 f"block; they have {sorted(sizes)}, and {sorted(layers)}")
-    (layer,) = layers
-    ((size, _),) = sizes
+    (layer,) = layers         # a ValueError if the runs have L_equiv after several blocks,
+    ((size, _),) = sizes      # or images or patches of several sizes
 
     # Chosen before looking: the first photograph of three classes.
     as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))

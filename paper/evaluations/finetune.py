@@ -10,20 +10,17 @@ authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and str
 we take a short, plain recipe: AdamW with a layer-wise decay of the learning rate, warmup and
 cosine, stochastic depth, label smoothing, and the random crops and flips of the linear probe.
 """
-import os
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchvision.ops import stochastic_depth
-from tqdm import tqdm
 
 import eval_linear
 import ser
 from paper.evaluations import arguments, main, training_settings
+from paper.methods.dino import add_stochastic_depth
 
 PAPER = {     # top-1 and top-5, percent (Table 3, fine-tuning)
     "MoCo-v3": (73.83, 91.91), "MoCo-v3 + AugSelf": (73.50, 91.67),
@@ -51,21 +48,13 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def skip_some(p: float, module: nn.Module, _: tuple, output: Tensor) -> Tensor:
-    """A hook for stochastic depth: in training, each image skips the module with chance p."""
-    return stochastic_depth(output, p, "row", module.training)
-
-
 class Classifier(nn.Module):
     """An encoder, all of it trained, and a linear layer on its last [CLS]: images (B, 3, S, S)
     uint8 -> logits (B, C) fp32."""
     def __init__(self, encoder: ser.ViT, classes: int, drop_path: float):
         super().__init__()
         self.encoder = encoder.requires_grad_(True).train()     # also the frozen patch embedding
-        for number, block in enumerate(encoder.blocks):
-            p = drop_path * number / max(encoder.depth - 1, 1)     # from 0 to drop_path
-            for layer in (block.attn["proj"], block.mlp["fc2"]):
-                layer.register_forward_hook(partial(skip_some, p))
+        add_stochastic_depth(encoder, drop_path)
 
         # Choice: the last [CLS] alone; the probe's four blocks are for features that cannot adapt.
         self.head = nn.Linear(encoder.dim, classes)
@@ -111,14 +100,12 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
 
     loss_of = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     per_epoch = len(data) // args.batch_size     # the last, incomplete batch is not used
-    used = per_epoch * args.batch_size
-    log = open(os.devnull if rank > 0 else path.with_suffix(".jsonl"), "a", buffering=1)
-    bar = tqdm(total=args.epochs * used, initial=start * args.batch_size, unit=" images",
-               disable=rank > 0)
+    plan = {"steps": args.epochs * per_epoch, "batch_size": args.batch_size}
+    log, bar = ser.open_log(path.with_suffix(".jsonl"), run | plan, start)
 
     for epoch in range(start // per_epoch, args.epochs):
         order = torch.randperm(len(data), generator=ser.rng(args.seed, "finetune", epoch))
-        own = order[rank:used:ranks].tolist()
+        own = order[rank:per_epoch * args.batch_size:ranks].tolist()
         crops = eval_linear.Seeded(data, args.seed, epoch)
         loader = DataLoader(crops, args.batch_size // ranks, sampler=own, num_workers=args.workers)
 
@@ -139,7 +126,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
         done = step + 1
         ser.log_and_check(log, bar, done, {"loss": loss}, lr)
         if rank == 0:
-            ser.save(path, step=done, steps=args.epochs * per_epoch, settings=run,
+            ser.save(path, step=done, settings=run,
                      model=model.state_dict(), encoder=model.encoder.state_dict(),
                      optimizer=optimizer.state_dict())
 

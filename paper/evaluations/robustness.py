@@ -89,9 +89,8 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
     linear = nn.Linear(width, classes).to(device).requires_grad_(False)
     linear.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
 
-    given = state["settings"]
-    made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"], "rates": given["lr"],
-            "epochs": given["epochs"], "cached": given["cache"], "seed": given["seed"]}
+    made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"],
+            "settings": state["settings"]}
     return Namespace(path=path, linear=linear, classes=state["classes"], made=made)
 
 

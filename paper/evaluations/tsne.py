@@ -1,12 +1,10 @@
-"""t-SNE of 20 random classes (the paper's A.6 figures), with numbers beside the pictures.
+"""t-SNE of 20 random classes: the paper's A.6 figures.
 
     python -m paper.evaluations.tsne --data /imagenet/val --checkpoint runs/{moco,main}/last.pt
 
 The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, whose
 images are cropped already (--ready), for MoCo-v3 and MoCo-v3 + SER. It sees "clearer qualitative
-separation for several classes", without a number. We measure the features, too: the silhouette
-(cosine; 1: classes far apart, 0: they overlap), and the 20-NN purity, the share of an image's 20
-nearest that are of its class (chance: 1 / 20). Another --seed has other classes.
+separation for several classes", without a number. Another --seed has other classes.
 """
 from argparse import Namespace
 from typing import Any
@@ -37,18 +35,6 @@ def sample_classes(labels: Tensor, classes: int, seed: int) -> Tensor:
     return torch.isin(labels, present[order[:classes]])
 
 
-def separation(features: Tensor, labels: Tensor, k: int = 20) -> tuple[float, float]:
-    """The silhouette and the k-NN purity of features (n, D), both of cosines, means over images."""
-    from sklearn.metrics import silhouette_score
-
-    silhouette = silhouette_score(features, labels, metric="cosine")
-    z = torch.nn.functional.normalize(features, dim=1)
-    similarity = (z @ z.T).fill_diagonal_(-torch.inf)     # nobody is a neighbour of oneself
-    nearest = similarity.topk(k).indices                                          # (n, k)
-    purity = (labels[nearest] == labels[:, None]).float().mean()
-    return float(silhouette), purity.item()
-
-
 def plot(panel: Any, features: Tensor, labels: Tensor, seed: int) -> None:
     """Draw t-SNE of features (n, D), a colour for each label."""
     from sklearn.manifold import TSNE
@@ -62,10 +48,10 @@ def plot(panel: Any, features: Tensor, labels: Tensor, seed: int) -> None:
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
-    """Encode, measure and plot; write the results and print them."""
+    """Draw the picture."""
     from matplotlib.figure import Figure
     runs = load_several(args)
-    path = eval_linear.results_path(args, "tsne.json")
+    path = eval_linear.results_path(args, "tsne.png")
     figure = Figure(figsize=(5 * len(runs) + 1, 5.4), layout="constrained")
     panels = figure.subplots(1, len(runs), squeeze=False)
 
@@ -79,23 +65,11 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         features, labels = [x.cpu() for x in eval_linear.extract(encoder, data, args)]
 
         sample = sample_classes(labels, args.classes, args.seed)
-        x = features[sample, -encoder.dim:]
-        y = labels[sample]
-        classes = len(y.unique())
-        silhouette, purity = separation(x, y)
-        values = {"silhouette": silhouette, "20-NN purity": purity}
-        rows = eval_linear.make_rows(values, args.data, classes, encoder.depth)
-        rows = [row | {"encoder": label} for row in rows]
-        images = eval_linear.describe({args.data: data})
-        eval_linear.write(path, rows, args, checkpoint, images)
+        plot(panel, features[sample, -encoder.dim:], labels[sample], args.seed)
+        panel.set_title(label)
 
-        plot(panel, x, y, args.seed)
-        title = f"{label}: silhouette {silhouette:.3f}, purity {purity:.3f}"
-        panel.set_title(title)
-        print(title)
-
-    figure.savefig(path.with_suffix(".png"))
-    print(f"results are in {path}, the picture beside it")
+    figure.savefig(path)
+    print(f"the picture is {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Encoders to and from timm, and from MoCo-v3's own checkpoints.
 
-    python -m paper.experiments.convert --from-timm vit_small.pth runs/given/last.pt
+    python -m paper.experiments.convert --from-timm vit_small.pth runs/given/last.pt --heads 6
     python -m paper.experiments.convert --to-timm runs/moco/last.pt moco_timm.pth
 
 --from-timm takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise)
@@ -15,9 +15,6 @@ from pathlib import Path
 import torch
 
 import ser
-
-# (width, depth) -> attention heads, which weights do not tell: timm's ViT-Ti, S, B and L.
-KNOWN = {(192, 12): 3, (384, 12): 6, (768, 12): 12, (1024, 24): 16}
 
 
 def from_timm(state: dict, heads: int) -> dict:
@@ -39,10 +36,8 @@ def from_timm(state: dict, heads: int) -> dict:
     patch = weights["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
-    if not heads and rows[:, 0].any():     # moco-v3's [CLS] has no position, and other heads
-        heads = KNOWN.get((dim, depth))
-    if not heads:
-        sys.exit(f"--heads: how many have {depth} blocks of width {dim}? moco-v3's have 12")
+    if not heads:     # weights do not tell
+        sys.exit(f"--heads: how many have {depth} blocks of width {dim}? timm's ViT-S has 6")
 
     args = ser.parse(["--data=images of another program"])     # hence evaluations ask for --data
     vars(args).update(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth,

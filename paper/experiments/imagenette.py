@@ -4,11 +4,10 @@
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --print
     python -m paper.experiments.imagenette --show paper/experiments/imagenette.json
 
-The first line runs all, the second prints its command lines, the third tables of given rows. Nine
-runs for each of three seeds train a ViT of 1.2 M parameters for 20 epochs at 64 px, 15 to 50 hours
-of one CPU core. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in
-b2, 20 in the paper: their number, not their share r, says with how many images a token is compared.
-Flags of ser.py go to all runs. Several processes can share the seeds, once the copies are there.
+The first line runs all, the second prints its command lines, the third tables of given rows. Rate
+and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2, 20 in the paper:
+their number, not their share r, says with how many images a token is compared. Flags of ser.py go
+to all runs. Several processes can share the seeds, once the copies are there.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28. Its Table
 4 moves L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18. Here it is after block 2, 4 or 6.

@@ -103,19 +103,10 @@ def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -
 
 
 def time_steps(args: Namespace) -> None:
-    """Time a training step of MoCo-v3, and of SER with each r; print its memory on a GPU."""
+    """Time a training step of MoCo-v3, and of SER with each r."""
     sides = {"moco": PLAIN} | {f"ser {ratio}": ["--ratio", ratio] for ratio in RATIOS}
-    steps = {}
-    for name, own in sides.items():
-        before = torch.cuda.memory_allocated()
-        step = training_step([*args.flags, "--batch-size", str(args.batch_size), *own])
-        step(0)     # makes the state of AdamW
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-            step(1)
-            memory = torch.cuda.max_memory_allocated() - before
-            print(f"{name}: {memory / 1e9:.1f} GB of the GPU")
-        steps[name] = step
+    flags = [*args.flags, "--batch-size", str(args.batch_size)]
+    steps = {name: training_step([*flags, *own]) for name, own in sides.items()}
     compare(steps, args.rounds, args.batch_size)
 
 
@@ -170,7 +161,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args, args.flags = parser.parse_known_args(argv)
     if args.rows != "step":
         parser.parse_args(argv)     # exits, as only steps have flags of ser.py
-    ser.parse(args.flags)     # exits where ser.py has no such flag
     return args
 
 

@@ -20,6 +20,7 @@ views), or else as in Caron et al.'s code (`DINO`).
 import copy
 import math
 from argparse import Namespace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +107,16 @@ def schedule(adamw: Optimizer, args: Namespace, epoch: float) -> None:
     last["frozen"] = epoch < args.freeze_epochs
 
 
-def add_stochastic_depth(block: ser.Block, drop: float) -> None:
-    """Huang et al. 2016: in training, each branch, attention and MLP, is left out for an image
-    with probability `drop`; elsewhere it is divided by 1 - drop, which keeps the mean."""
-    def drop_branch(layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
-        return stochastic_depth(branch, drop, "row", layer.training)
+def add_stochastic_depth(encoder: ser.ViT, most: float) -> None:
+    """Huang et al. 2016: in training, each branch, attention and MLP, is left out for an image with
+    probability p, from 0 in block 1 to `most` in the last; elsewhere it is divided by 1 - p."""
+    def drop_branch(p: float, layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
+        return stochastic_depth(branch, p, "row", layer.training)
 
-    block.attn["proj"].register_forward_hook(drop_branch)     # here a branch ends
-    block.mlp["fc2"].register_forward_hook(drop_branch)
+    for i, block in enumerate(encoder.blocks):
+        hook = partial(drop_branch, most * i / max(1, encoder.depth - 1))
+        block.attn["proj"].register_forward_hook(hook)     # here a branch ends
+        block.mlp["fc2"].register_forward_hook(hook)
 
 
 class Head(nn.Module):
@@ -166,10 +169,7 @@ class DINO(nn.Module):
         self.teacher_head = copy.deepcopy(self.head).requires_grad_(False)
         self.register_buffer("center", torch.zeros(args.outputs))
 
-        # Only the student has stochastic depth. Its rate grows linearly from 0 in block 1.
-        for i, block in enumerate(encoder.blocks):
-            drop = args.drop_path * i / max(1, encoder.depth - 1)
-            add_stochastic_depth(block, drop)
+        add_stochastic_depth(encoder, args.drop_path)     # the student's alone
 
     @torch.no_grad()
     def update(self, progress: float) -> None:

@@ -17,7 +17,6 @@ def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
     model = toy("essl")
     head = model.heads["turns"]
     assert layers(head) == "Linear:2 LayerNorm:2 ReLU:0 " * 2 + "Linear:2 LayerNorm:2 Linear:2"
-    assert [head[i].out_features for i in (0, 3, 6, 8)] == [16, 16, 256, 4]
     crops = noise(48, 16).requires_grad_()
     wanted = torch.nn.functional.cross_entropy(head(crops), torch.arange(48) // 12)
     check_gradients(model.equivariance_loss([None, None, crops], []), wanted, [crops])

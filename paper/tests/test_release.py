@@ -1,14 +1,14 @@
-"""The gradients of the authors' code, where SER_RELEASE names a clone of it."""
+"""The gradients of ours and, where SER_RELEASE names a clone of it, of the authors' code."""
 import os
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from paper.experiments import release
-from test_ser import noise, same
+from test_ser import same
 
-CLONE = os.environ.get("SER_RELEASE")
+CLONE = os.environ.get("SER_RELEASE", "")
+
 
 def table(capsys):
     release.main(release.settings(["--release", CLONE]))
@@ -16,36 +16,21 @@ def table(capsys):
     return {(name, part): words for name, part, *words in map(str.split, lines)}
 
 
-def test_a_gradient_is_that_of_all_parameters():
-    layer = torch.nn.Linear(1, 1)
-    assert len(release.gradient(layer)) == 0
-    layer.weight.grad = torch.full((1, 1), 3.0)
-    assert release.gradient(layer).tolist() == [3]
-    layer.bias.grad = torch.full((1,), -4.0)
-    assert release.gradient(layer).tolist() == [3, -4]
-
-
-def test_both_lambdas_see_the_same_images(monkeypatch):
-    calls = []
-    for name in ("theirs", "ours"):
-        monkeypatch.setattr(release, name, lambda *given: calls.append(given) or dict.fromkeys(
-            ("encoder", "projector"), torch.zeros(1)))
-    monkeypatch.setattr(release, "dist", MagicMock())
-    release.main(release.settings(["--release", "R"]))
-    assert [weight for *_, weight in calls] == 2 * [0, 10_000]
-    assert all(same(given[:2], calls[0][:2]) for given in calls)
-
-
-def test_ours_are_the_gradients_of_lambda_on_views_of_two_motions(monkeypatch):
-    build = MagicMock()
-    monkeypatch.setattr(release.ser, "build", build)
-    monkeypatch.setattr(release, "gradient", lambda module: module)
-    found = release.ours(*noise(2, 4, 3, 224, 224), 10_000)
-    model = build.return_value
-    assert found == {"encoder": model.base.encoder, "projector": model.projectors}
-    assert build.call_args.args[0].weight == 10_000
-    first, second = model.call_args.args[0]
-    assert not same(first.geometry, second.geometry)
+def test_lambda_reaches_our_gradients_on_the_images_that_the_release_gets(capsys, monkeypatch):
+    given = []
+    still = dict(encoder=torch.tensor([3.0, 4.0]), projector=torch.empty(0))
+    monkeypatch.setattr(release, "theirs", lambda *images: given.append(images) or still)
+    parse = release.ser.parse
+    small = ["--dim=16", "--heads=2", "--depth=4", "--moco-hidden=16"]
+    monkeypatch.setattr(release.ser, "parse", lambda words: parse([*words, *small]))
+    found = table(capsys)
+    assert same(given[0][:2], given[1][:2])
+    assert [weight for *_, weight in given] == [0, 10_000]
+    assert found["release", "encoder"] == "5 5 equal to the bit".split()
+    assert found["release", "projector"][:2] == ["none", "none"]
+    zero, large, verdict = found["ours", "projector"]
+    assert zero == "0" and float(large) > 100
+    assert verdict == found["ours", "encoder"][2] == "different"
 
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")

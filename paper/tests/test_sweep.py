@@ -71,8 +71,6 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
-    (sweep, "--list r --ratio 0.06", "--ratio"),
-    (sweep, "--list layers --cls-layer 2", "--cls-layer"),
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
     (sweep, "--list decoupling --depth 6", "--layer 12"),

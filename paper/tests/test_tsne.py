@@ -5,32 +5,15 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.evaluations import tsne
-from paper.tests.toys import call, class_folders, toy_checkpoint, values
+from paper.tests.toys import call, class_folders, toy_checkpoint
 from test_ser import sentence
 
 TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
 
-def on_a_circle(*degrees):
-    angles = torch.tensor(degrees).deg2rad()
-    return torch.stack([angles.cos(), angles.sin()], dim=1)
-
-
-def test_purity_and_silhouette_of_literal_clusters():
-    """By hand: two classes of two points at a right angle, and mixed; lengths do not matter."""
-    labels = torch.tensor([0, 0, 1, 1])
-    apart = on_a_circle(0, 0, 90, 90)
-    assert tsne.separation(apart, labels, k=1) == pytest.approx((1, 1))
-
-    mixed = torch.tensor([[2], [30], [3], [20]]) * on_a_circle(0, 80, 1, 81)
-    assert tsne.separation(mixed, labels, k=1) == pytest.approx((-0.49, 0), abs=0.01)
-    _, purity = tsne.separation(mixed, labels, k=2)
-    assert purity == 0.25     # one of 0, and one of 81 degrees
-
-
 @pytest.mark.parametrize("flags, transform", [
     (["--ready"], v2.Resize((16, 16))), ([], eval_linear.eval_transform(16))])
-def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path, monkeypatch):
+def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
@@ -54,13 +37,8 @@ def test_a_comparison_is_one_picture_with_its_numbers(flags, transform, tmp_path
     assert not sample.equal(tsne.sample_classes(labels, 4, 0))
     for name, run, panel, x in zip("AB", (one, two), figures[0].axes, drawn, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), images)
-        wanted = tsne.separation(features[sample, -16:], labels[sample], k=20)
         torch.testing.assert_close(x, features[sample, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)
-        assert panel.get_title() == "{}: silhouette {:.3f}, purity {:.3f}".format(name, *wanted)
-        weights = eval_linear.fingerprint(ser.load_encoder(run))
-        found = values(tmp_path / "one/tsne.json", encoder=name, classes=4, weights=weights)
-        assert list(found) == ["silhouette", "20-NN purity"]
-        assert tuple(found.values()) == pytest.approx(wanted, abs=1e-5)
+        assert panel.get_title() == name
         assert panel.collections[0].get_array().tolist() == colours.tolist()
