@@ -40,6 +40,7 @@ import zlib
 from argparse import (
     ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction, Namespace)
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence, TextIO
 
@@ -47,7 +48,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
@@ -58,13 +59,14 @@ from tqdm import tqdm
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
 # end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
+Tensor = torch.Tensor
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling to a given size."""
-    flip: torch.Tensor       # (B,) bool, horizontal flip
-    turns: torch.Tensor      # (B,) int64, counter-clockwise quarter turns
+    flip: Tensor       # (B,) bool, horizontal flip
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns
 
     # Choice, unlike Algorithm 1: the images of a view share one scaling, and stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -97,7 +99,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     return Geometry(flip, turns, (height, width))
 
 
-def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
@@ -108,7 +110,7 @@ def resize(x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return resized.to(x.dtype)
 
 
-def rho(g: Geometry, x: torch.Tensor, cell: int = 1) -> torch.Tensor:
+def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     """The action rho_g (3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), where (H, W) is g.grid.
     cell = 1 moves token maps, and cell = patch_size moves pixels."""
     if len(g.flip) != len(x):
@@ -156,9 +158,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
     samples for all ranks, by `shared`, which has one seed everywhere, and keeps its part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
-    flip = g.flip.chunk(ranks)[rank]
-    turns = g.turns.chunk(ranks)[rank]
-    return Geometry(flip, turns, g.grid)
+    return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
 
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
@@ -193,10 +193,10 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         epoch, place = divmod(step, n_images // size)     # the batch's place in its epoch
         if step == start or place == 0:
             order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
-        batch = order[place * size:(place + 1) * size]
+            batches = order.split(size)
 
-        b1 = batch[:b1_total].view(ranks, -1)[rank].tolist()
-        b2 = batch[b1_total:].view(ranks, -1)[rank].tolist()
+        b1 = batches[place][:b1_total].chunk(ranks)[rank].tolist()
+        b2 = batches[place][b1_total:].chunk(ranks)[rank].tolist()
         items = [(epoch, index, False) for index in b1]
         yield items + [(epoch, index, True) for index in b2]
 
@@ -230,31 +230,24 @@ class ViewSettings(NamedTuple):
     p_solarize: float
 
 
-# A number of one image in the loader, of which its collate function makes a tensor (B,).
-Value = float | bool | Tensor
-
-
 class Augmentation(NamedTuple):
-    """What was sampled for a view, where the defaults do nothing."""
+    """What was sampled for a view, where the defaults do nothing. The loader's collate function
+    makes a tensor (B,) of each number."""
     # The crop and its flip, which some baselines in paper/methods predict. b2 has none.
-    top: Value = 0.0           # shares of the image
-    left: Value = 0.0
-    height: Value = 1.0
-    width: Value = 1.0
-    flip: Value = False
+    top: float = 0.0           # shares of the image
+    left: float = 0.0
+    height: float = 1.0
+    width: float = 1.0
+    flip: bool = False
 
     # The photometric jitter.
-    brightness: Value = 1.0    # factors
-    contrast: Value = 1.0
-    saturation: Value = 1.0
-    hue: Value = 0.0           # shift, share of the colour circle
-    gray: Value = False
-    blur: Value = 0.0          # standard deviation, pixels; 0 is none
-    solarize: Value = False
-
-    def select(self, part: slice) -> "Augmentation":
-        """What was sampled for some images of the batch."""
-        return Augmentation(*[field[part] for field in self])
+    brightness: float = 1.0    # factors
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0           # shift, share of the colour circle
+    gray: bool = False
+    blur: float = 0.0          # standard deviation, pixels; 0 is none
+    solarize: bool = False
 
 
 def sample_view(image: Tensor, settings: ViewSettings,
@@ -347,7 +340,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         # Choice, unlike 4.1: for speed, all images of a view share one order of colour jitter.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
 
-        b1 = jitter_and_normalise(images[:B1], aug.select(slice(B1)), order)
+        aug_b1 = Augmentation(*[field[:B1] for field in aug])
+        b1 = jitter_and_normalise(images[:B1], aug_b1, order)
 
         b2 = g = None
         if B2 > 0:
@@ -356,7 +350,8 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
             g = sample_rank_geometry(B2, grid, args.group, shared)
             # Choice: the motion comes before the photometric jitter.
             moved = rho(g, images[B1:], args.patch_size)
-            b2 = jitter_and_normalise(moved, aug.select(slice(B1, None)), order)
+            aug_b2 = Augmentation(*[field[B1:] for field in aug])
+            b2 = jitter_and_normalise(moved, aug_b2, order)
 
         views.append(View(b1, b2, g, aug, order))
     return views
@@ -380,17 +375,20 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    colour_jitter = [
-        (adjust_brightness, aug.brightness),
-        (adjust_contrast, aug.contrast),
-        (adjust_saturation, aug.saturation),
-        (shift_hue, aug.hue)]
-    for index in order.tolist():
-        operation, factor = colour_jitter[index]
-        x = operation(x, column(factor))
+    # The colour jitter has torchvision's operations. A factor of 1, or a hue shift of 0, leaves
+    # an image as it is, bit for bit.
+    for operation in order.tolist():
+        if operation == 0:       # brightness: towards black, or away from it
+            x = (column(aug.brightness) * x).clamp(0, 1)
+        elif operation == 1:     # contrast: towards the mean gray, or away from it
+            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+            x = mean.lerp(x, column(aug.contrast)).clamp(0, 1)
+        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
+            x = rgb_to_grayscale(x).lerp(x, column(aug.saturation)).clamp(0, 1)
+        else:
+            x = shift_hue(x, column(aug.hue))
 
-    gray = rgb_to_grayscale(x, num_output_channels=3)
-    x = torch.where(column(aug.gray) > 0, gray, x)
+    x = torch.where(column(aug.gray) > 0, rgb_to_grayscale(x), x)
 
     rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
     if len(rows) > 0:
@@ -401,25 +399,8 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     return normalise(x)
 
 
-# torchvision's colour operations, where each image has a factor of its own, (B, 1, 1, 1).
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards black, or away from it."""
-    return (factor * x).clamp(0, 1)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image, or away from it."""
-    mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-    return mean.lerp(x, factor).clamp(0, 1)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Towards the gray of each pixel, or away from it."""
-    return rgb_to_grayscale(x).lerp(x, factor).clamp(0, 1)
-
-
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle."""
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
     # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
@@ -444,14 +425,14 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     B, _, h, w = x.shape
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # at least 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma.view(B, 1) ** 2), dim=1)
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
 
     # A convolution in B groups has a kernel for each channel, so the images become channels.
     x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                                   # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, :, None], groups=B)     # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel[:, None, None, :], groups=B)     # (3, B, h, w)
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
     return x.transpose(0, 1)
 
 
@@ -568,38 +549,40 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
     # Choice: both layers have the same width.
-    linear1 = nn.Linear(dim, width, bias=False)
-    linear2 = nn.Linear(width, width, bias=False)
-    return nn.Sequential(nn.LayerNorm(dim), linear1, nn.GELU(), linear2)
+    return nn.Sequential(
+        nn.LayerNorm(dim),
+        nn.Linear(dim, width, bias=False),
+        nn.GELU(),
+        nn.Linear(width, width, bias=False))
 
 
-class AllGather(torch.autograd.Function):
-    """What `gather` does when there are several ranks."""
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        # A rank's x entered the loss of every rank, so its gradients are summed. They are not
-        # divided by R here, because DDP does it later, when it averages over ranks.
-        ranks, rank = ranks_and_rank()
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total.chunk(ranks)[rank]
-
-
-def gather(x: torch.Tensor) -> torch.Tensor:
+def gather(x: Tensor) -> Tensor:
     """(B, ...) of each rank -> (R B, ...), with gradient. All ranks must have the same B."""
-    ranks, _ = ranks_and_rank()
-    return AllGather.apply(x) if ranks > 1 else x
+    ranks, rank = ranks_and_rank()
+    if ranks == 1:
+        return x
+
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(parts, x.detach())
+    parts[rank] = x     # the part that has a gradient
+    gathered = torch.cat(parts)
+    if gathered.requires_grad:
+        gathered.register_hook(sum_over_ranks)     # called in the backward pass
+    return gathered
 
 
-def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
-                 temperature: float = 0.3) -> torch.Tensor:
+def sum_over_ranks(gradient: Tensor) -> Tensor:
+    """The gradient of what `gather` returned, of which a rank's x gets its own part."""
+    # A rank's x entered the loss of every rank, so its gradients are summed. They are not
+    # divided by R here, because DDP does it later, when it averages over ranks.
+    total = gradient.contiguous().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def patch_ntxent(z: Tensor, z_prime: Tensor,
+                 temperature: float = 0.3) -> Tensor:
     """Patch-wise NT-Xent (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
@@ -623,17 +606,19 @@ def patch_ntxent(z: torch.Tensor, z_prime: torch.Tensor,
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # same[i, m] says that key image m is anchor image i itself, whose tokens are no negatives.
+        # The 2N tokens of an anchor's own image are no negatives. Image i of this rank is image
+        # rank * B + i of the keys.
         _, rank = ranks_and_rank()
-        own = rank * len(z) + torch.arange(len(z), device=z.device)        # (B,)
-        same = own[:, None] == torch.arange(len(keys), device=z.device)
-        negatives = logits.masked_fill(same[:, None, :, None], -torch.inf).flatten(2)
+        i = torch.arange(len(z), device=z.device)
+        logits[i, :, rank * len(z) + i] = -torch.inf
+
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
-        return (torch.logaddexp(positive, negatives.logsumexp(2)) - positive).mean()
+        negatives = logits.flatten(2).logsumexp(2)                         # (B, N)
+        return (torch.logaddexp(positive, negatives) - positive).mean()
 
 
-def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tensor,
-               temperature: float = 0.3) -> torch.Tensor:
+def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
+               temperature: float = 0.3) -> Tensor:
     """L_equiv of one layer, whose maps are h1, (B, D, H1, W1), and h2, (B, D, H2, W2)."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
@@ -641,10 +626,10 @@ def layer_loss(project: nn.Module, g: Geometry, h1: torch.Tensor, h2: torch.Tens
     return patch_ntxent(z, z_prime, temperature)
 
 
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: torch.Tensor,
-                      images2: torch.Tensor, patch: int, shared: torch.Generator,
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
+                      images2: Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3,
-                      elements: tuple[str, ...] = ELEMENTS) -> torch.Tensor:
+                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
     """L_equiv for other trainings, which also samples the motions and moves the images. ser.py
     does not call it. On several ranks, their gradients must be averaged, as DDP does.
 
@@ -670,11 +655,10 @@ def mlp(*widths: int) -> nn.Sequential:
     """The MLP of MoCo-v3's projector and predictor."""
     # Choice: BatchNorm takes b1 and b2 together, as the loss does.
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
-        linear = nn.Linear(fan_in, fan_out, bias=False)
-        layers += [linear, nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    last = nn.Linear(widths[-2], widths[-1], bias=False)
-    return nn.Sequential(*layers, last, nn.BatchNorm1d(widths[-1], affine=False))
+    for fan_in, fan_out in pairwise(widths):
+        layers += [
+            nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -719,10 +703,8 @@ class MoCoV3(nn.Module):
 
     def forward(self, views: Sequence[View], cls: Sequence[Tensor]) -> Tensor:
         """L_inv, symmetric in the two views."""
-        q1 = self.predictor(self.projector(cls[0]))
-        q2 = self.predictor(self.projector(cls[1]))
-        k1 = self.key(views[0])
-        k2 = self.key(views[1])
+        q1, q2 = [self.predictor(self.projector(x)) for x in cls]
+        k1, k2 = [self.key(view) for view in views]
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
 
 
@@ -760,13 +742,11 @@ class SER(nn.Module):
     def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
         """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
         g = relative(view2.geometry, view1.geometry)
-        total = 0.0
+        losses = []
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            h1 = maps1[layer]
-            h2 = maps2[layer]
-            total = total + layer_loss(project, g, h1, h2, self.temperature)
-        return total / len(self.layers)     # Choice: the mean over layers
+            losses.append(layer_loss(project, g, maps1[layer], maps2[layer], self.temperature))
+        return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
@@ -779,46 +759,50 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--data", default="",
-        help="folder of images, any depth, or one with train/; none: synthetic images")
-    add("--out", default="runs/ser", help="folder of the run; a run there goes on")
-    add("--image-size", type=count, default=224, help="side of a view, pixels")
-    add("--patch-size", type=count, default=16, help="side of a patch, pixels")
-    add("--dim", type=count, default=384, help="width of the tokens (ViT-S: 384)")
-    add("--depth", type=count, default=12, help="transformer blocks (ViT-S: 12)")
+
+    def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
+        parser.add_argument(flag, type=kind, default=default, help=help, **more)
+
+    add("--data", str, "",
+        "folder of images, any depth, or one with train/; none: synthetic images")
+    add("--out", str, "runs/ser", "folder of the run; a run there goes on")
+    add("--image-size", count, 224, "side of a view, pixels")
+    add("--patch-size", count, 16, "side of a patch, pixels")
+    add("--dim", count, 384, "width of the tokens (ViT-S: 384)")
+    add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
-    add("--heads", type=count, default=6, help="attention heads")
+    add("--heads", count, 6, "attention heads")
     # In the paper's main setting, both of the next two flags are 3. For others, give both:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
     # Choice: after block 12 no block is left for [CLS], so it enters at the input.
-    add("--cls-layer", type=int, default=3,
-        help="last block of f1, after which [CLS] enters; 0: a plain ViT")
-    add("--equiv-layers", type=count, nargs="+", default=[3],
-        help="blocks with L_equiv: the last of f1 in the paper's main setting")
-    add("--ratio", type=share, default=0.01,
-        help="r, share of b2 in a batch; .06 for 256 images; 0: no b2")
-    add("--weight", type=nonnegative, default=0.5, help="lambda; 0: the control")
-    add("--temperature", type=positive, default=0.3, help="tau (with DINO: 0.5)")
-    add("--group", nargs="+", default=list(ELEMENTS), choices=ELEMENTS, help="what moves b2")
-    add("--moco-hidden", type=count, default=4096, help="width of MoCo-v3's hidden layers")
-    add("--crop-min", type=share, default=0.08, help="least share of the image in a crop")
-    add("--batch-size", type=count, default=2048, help="images per step, over all ranks")
-    add("--epochs", type=positive, default=100.0, help="also fractions")
-    add("--warmup-epochs", type=nonnegative, default=10.0,
-        help="epochs of linear warmup; if the run is not longer than that, a tenth of it")
+    add("--cls-layer", int, 3,
+        "last block of f1, after which [CLS] enters; 0: a plain ViT")
+    add("--equiv-layers", count, [3],
+        "blocks with L_equiv: the last of f1 in the paper's main setting", nargs="+")
+    add("--ratio", share, 0.01,
+        "r, share of b2 in a batch; .06 for 256 images; 0: no b2")
+    add("--weight", nonnegative, 0.5, "lambda; 0: the control")
+    add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
+    add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
+    add("--moco-hidden", count, 4096, "width of MoCo-v3's hidden layers")
+    add("--crop-min", share, 0.08, "least share of the image in a crop")
+    add("--batch-size", count, 2048, "images per step, over all ranks")
+    add("--epochs", positive, 100.0, "also fractions")
+    add("--warmup-epochs", nonnegative, 10.0,
+        "epochs of linear warmup; if the run is not longer than that, a tenth of it")
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
-    add("--base-lr", type=positive, default=3e-4, help="rate for 256 images")
-    add("--weight-decay", type=nonnegative, default=0.1, help="on all weights (MoCo-v3)")
-    add("--seed", type=int, default=0, help="seed of the run")
+    add("--base-lr", positive, 3e-4, "rate for 256 images")
+    add("--weight-decay", nonnegative, 0.1, "on all weights (MoCo-v3)")
+    add("--seed", int, 0, "seed of the run")
     # Choice: bfloat16, which needs no scaling of the loss. The release has fp16.
-    add("--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
+    parser.add_argument(
+        "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
-    add("--workers", type=int, default=8, help="loader processes of a rank")
-    add("--log-every", type=count, default=20, help="steps between lines of the log")
-    add("--save-every", type=int, default=0, help="steps between checkpoints; 0: an epoch")
+    add("--workers", int, 8, "loader processes of a rank")
+    add("--log-every", count, 20, "steps between lines of the log")
+    add("--save-every", int, 0, "steps between checkpoints; 0: an epoch")
     return parser
 
 
@@ -933,17 +917,6 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-def distribute(model: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model, and the same in DDP if there are several ranks. CPUs have no SyncBatchNorm."""
-    ranks, _ = ranks_and_rank()
-    if ranks == 1:
-        return model, model
-    if device.type == "cuda":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # Given device_ids, DDP would copy the geometry and augmentations to the GPU, too.
-    return model, nn.parallel.DistributedDataParallel(model)
-
-
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, and return the checkpoint's path. Methods in paper/methods
@@ -952,27 +925,33 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
-    check_settings(args, len(source), ranks)
-    steps_per_epoch = len(source) // args.batch_size
+    n_images = len(source)
+    check_settings(args, n_images, ranks)
+    steps_per_epoch = n_images // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
 
     # Model and optimizer, as they begin or from the last checkpoint.
-    model, wrapped = distribute(build(args).to(device), device)
+    model = build(args).to(device)
+    if ranks > 1 and device.type == "cuda":     # CPUs have no SyncBatchNorm
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # Given device_ids, DDP would copy the geometry and augmentations to the GPU, too.
+    wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
-        "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
+        "images": n_images, "names_checksum": names_checksum, "ranks": ranks,
+        "steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
+        make_dataset(source, args), batch_sampler=batch_items(n_images, args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    plan = {"steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
-    log, bar = open_log(path.with_name("log.jsonl"), settings | plan, start)
-    print_plan(args, len(source), plan, start)
+    log, bar = open_log(path.with_name("log.jsonl"), settings, start)
+    if rank == 0:
+        print_plan(Namespace(**settings), start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1011,27 +990,23 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
-    """The images of a run, as paths or pixels, and a checksum of their names."""
-    if not args.data:
-        images, _ = synthetic_images(4096, args.image_size, seed=0)
-        return images, "synthetic"
-    return list_images(args.data)
-
-
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")     # of image files, also in capitals
 
 
-def list_images(folder: str) -> tuple[list[str], str]:
-    """Sorted image paths below folder/train or, without one, below folder, and a checksum."""
-    train = os.path.join(folder, "train")
-    root = train if os.path.isdir(train) else folder
+def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
+    """The images of a run, as sorted paths below DATA/train or, without one, below DATA, and a
+    checksum of their names. Without --data, pixels of synthetic ones."""
+    if not args.data:
+        images, _ = synthetic_images(4096, args.image_size, seed=0)
+        return images, "synthetic"
 
+    train = Path(args.data, "train")
+    root = train if train.is_dir() else Path(args.data)
     files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
     images = [name for name in files if name.lower().endswith(ENDINGS)]
     if not images:
-        sys.exit(f"--data {folder}: no image ({', '.join(ENDINGS)}) below {root}")
-    return [os.path.join(root, name) for name in images], checksum(images)
+        sys.exit(f"--data {args.data}: no image ({', '.join(ENDINGS)}) below {root}")
+    return [f"{root}/{name}" for name in images], checksum(images)
 
 
 def checksum(names: Sequence[str]) -> str:
@@ -1064,8 +1039,9 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     y = axis[:, None] + top - 0.5
 
     angle = 2 * math.pi * direction
-    u = (7 + 7 * scale) * (x * angle.cos() + y * angle.sin())
-    v = (7 + 7 * scale) * (y * angle.cos() - x * angle.sin())
+    wave = 7 + 7 * scale
+    u = wave * (x * angle.cos() + y * angle.sin())
+    v = wave * (y * angle.cos() - x * angle.sin())
 
     textures = torch.stack([                      # (6, n, size, size)
         u.sin(),                                  # stripes
@@ -1074,13 +1050,14 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
         (1.5 * u.hypot(v)).sin(),                 # rings
         (u + 1.5 * v.sin()).sin(),                # waves
         4 * torch.maximum(u.cos(), v.cos()) - 3])     # nets
-    labels = torch.arange(n) % len(textures)
-    ink = (3 * textures[labels, torch.arange(n)]).sigmoid()     # (n, size, size)
+    numbers = torch.arange(n)
+    labels = numbers % len(textures)
+    ink = (3 * textures[labels, numbers]).sigmoid()     # (n, size, size)
 
     # Light from above and a smooth random tint make each place of an image distinct.
     light = 0.2 * (1 - axis[:, None]) + (0.3 + 0.3 * contrast) * ink
     tint = torch.randn(n, 3, 7, 7, generator=generator)
-    tint = tint - tint.mean(1, keepdim=True)     # colour without brightness
+    tint -= tint.mean(1, keepdim=True)     # colour without brightness
     tint = F.interpolate(tint, (size, size), mode="bicubic")
 
     noise = torch.randn(n, 3, size, size, generator=generator)
@@ -1140,21 +1117,17 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
                  f"now b2 has {b2_total} of {size} images")
 
 
-def print_plan(args: Namespace, n_images: int, plan: dict, start: int) -> None:
-    """Rank 0 says what is trained, and what L_equiv would be at chance."""
-    _, rank = ranks_and_rank()
-    if rank > 0:
-        return
-    print(f"{n_images:,} images of {args.data or 'synthetic textures'}; a batch has "
-          f"{args.batch_size}, {plan['b2']} of them in b2; the run begins at step {start} of "
-          f"{plan['steps']}")
+def print_plan(run: Namespace, start: int) -> None:
+    """Say what is trained, and what L_equiv would be at chance. run: all settings."""
+    print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
+          f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of {run.steps}")
 
-    layers = f"[CLS] enters after block {args.cls_layer}"
-    if args.equiv_layers:
+    layers = f"[CLS] enters after block {run.cls_layer}"
+    if run.equiv_layers:
         # The value where all embeddings are equal, and no view is scaled.
-        tokens = (args.image_size // args.patch_size) ** 2
-        chance = math.log(1 + 2 * tokens * (plan["b2"] - 1))
-        blocks = ", ".join(map(str, args.equiv_layers))
+        tokens = (run.image_size // run.patch_size) ** 2
+        chance = math.log(1 + 2 * tokens * (run.b2 - 1))
+        blocks = ", ".join(map(str, run.equiv_layers))
         layers += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
     print(layers)
 
@@ -1174,11 +1147,10 @@ def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     """Draw up to eight rows of rho_g(x1) and x2 of b2, equal up to colours and resampling."""
-    g = relative(views[1].geometry, views[0].geometry)
-    moved = rho(g, views[0].b2, cell)
-    pairs = torch.stack([moved, views[1].b2], dim=1)[:8]
-    pixels = pairs.flatten(0, 1).cpu() * STD + MEAN
-    save_image(pixels, path, nrow=2)
+    x1, x2 = views[:2]
+    moved = rho(relative(x2.geometry, x1.geometry), x1.b2, cell)
+    pairs = torch.stack([moved, x2.b2], dim=1)[:8].flatten(0, 1)
+    save_image(pairs.cpu() * STD + MEAN, path, nrow=2)
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:

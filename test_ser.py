@@ -106,7 +106,8 @@ def log_of(out):
     text = Path(out, "log.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
-        line.pop("images_per_s", None)
+        if "step" in line:
+            del line["images_per_s"]     # the only number that no run repeats
     return lines
 
 
@@ -116,14 +117,6 @@ def sentence(function, *arguments):
     told = left.value.code
     assert isinstance(told, str) and "\n" not in told
     return told
-
-
-@pytest.fixture(autouse=True)
-def no_bar_is_left():
-    """The bar of a run that failed would print behind pytest's last line."""
-    yield
-    for bar in list(getattr(ser.tqdm, "_instances", ())):
-        bar.close()
 
 
 @pytest.fixture(scope="session")
@@ -282,6 +275,9 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     ("255", lambda: ser.normalise(pixels(1, 3, 8, 8))),
     ("square", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 4), 4)),
     ("patch size", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 8), 4)),
+    ("patches of 3", lambda: eval_linear.retrieval(nn.Identity(), noise(1, 3, 8, 8), 3)),
+    ("not among", lambda: sample_geometry(2, elements=("rot",))),
+    ("patches of 4", lambda: toy_vit()(noise(1, 3, 18, 16))),
     ("patches of 4", lambda: toy_vit()(noise(1, 3, 16, 18)))])
 def test_what_does_not_fit_is_a_value_error(told, call):
     with pytest.raises(ValueError, match=told):
@@ -493,10 +489,8 @@ def test_parameter_counts_are_the_papers(flags, wanted):
     assert sum(p.numel() for p in trained(model).values()) == wanted
 
 
-def test_initial_weights_come_from_the_seed():
-    weights = ser.build(toy()).state_dict()
-    assert same(weights, ser.build(toy()).state_dict())
-    assert not same(weights, ser.build(toy(seed=1)).state_dict())
+def test_another_seed_has_other_initial_weights():
+    assert not same(ser.build(toy()).state_dict(), ser.build(toy(seed=1)).state_dict())
 
 
 def test_initial_weights_are_moco_v3s():
@@ -769,7 +763,8 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
             aug = view.augmentation
             cut = [plain_cut(image, drawn) for image, drawn in zip(images, rows_of(aug))]
             cut = torch.stack(cut) / 255
-            aug1, aug2 = aug.select(slice(n_b1)), aug.select(slice(n_b1, None))
+            aug1 = Augmentation(*[field[:n_b1] for field in aug])
+            aug2 = Augmentation(*[field[n_b1:] for field in aug])
             close(view.b1, ser.jitter_and_normalise(cut[:n_b1], aug1, view.order))
             if view.b2 is not None:
                 moved = slow_rho(view.geometry, cut[n_b1:], 4)
@@ -814,13 +809,6 @@ def test_every_trainable_parameter_gets_a_gradient_and_no_other():
     for name, p in model.named_parameters():
         moves = p.grad is not None and p.grad.ne(0).any()
         assert moves == p.requires_grad, name
-
-
-def test_the_log_has_the_rate_of_the_bar():
-    log = io.StringIO()
-    bar = ser.Namespace(set_postfix=lambda _: None, format_dict={"rate": 7.0})
-    ser.log_and_check(log, bar, 1, {"loss": torch.ones(())}, 0.1)
-    assert json.loads(log.getvalue())["images_per_s"] == 7
 
 
 def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
@@ -869,7 +857,7 @@ def test_small_settings_are_for_synthetic_images():
 def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks, capsys):
     args = toy(ratio=ratio, batch_size=size, cls_layer=0, equiv_layers=[2, 3])
     assert ser.b2_per_rank(args, ranks) == 3
-    ser.print_plan(args, 9, {"steps": 1, "b2": 3 * ranks}, 0)
+    ser.print_plan(ser.Namespace(**vars(args), images=9, steps=1, b2=3 * ranks), 0)
     chance = f"{math.log(1 + 2 * 16 * (3 * ranks - 1)):.1f} at chance"
     assert f"after block 0; L_equiv, after block 2, 3, is {chance}" in capsys.readouterr().out
 
@@ -889,8 +877,8 @@ def test_a_wrong_batch_is_told_with_a_way_out(images, ranks, size, ratio, name):
 @parametrize("name, value", [
     ("image_size", 18), ("dim", 17), ("cls_layer", 3), ("cls_layer", -1),
     ("equiv_layers", [4]), ("ratio", 0.999), ("batch_size", 2)])
-def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value):
-    told = sentence(ser.check_settings, toy(**{name: value}), 40, 1)
+def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value, folder, tmp_path):
+    told = sentence(ser.train, toy(folder, tmp_path, **{name: value}))
     assert told.startswith(f"--{name.replace('_', '-')} {value}: ")
 
 
@@ -935,6 +923,7 @@ def whole_run(folder, tmp_path_factory):
 def killed_run(_, folder, out):
     def sync(file):
         if Path(out, "last.pt").exists():
+            os.ftruncate(file, 9)
             os.kill(os.getpid(), signal.SIGKILL)
 
     os.fsync = sync
@@ -944,7 +933,7 @@ def killed_run(_, folder, out):
 def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         start_processes(killed_run, (folder, tmp_path), start_method="forkserver")
-    assert (last(tmp_path)["step"], last(tmp_path)["steps"]) == (3, 10)
+    assert last(tmp_path)["step"] == 3
     ser.train(toy(folder, tmp_path, save_every=3))
 
     ours = last(tmp_path)
@@ -1027,20 +1016,24 @@ def test_bf16_multiplies_in_bfloat16_and_keeps_fp32_weights(bf16, wanted, folder
     seen = set()
     model = ser.build(toy())
     model.base.predictor.register_forward_hook(lambda *call: seen.add(call[2].dtype))
-    ser.train(toy(folder, tmp_path, epochs=0.2, bf16=bf16), lambda _: model)
+    ser.train(toy(folder, tmp_path, epochs=0.05, bf16=bf16), lambda _: model)
     assert seen == {wanted}
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
 @parametrize("kind, ranks, wanted", [
     ("cuda", 2, nn.SyncBatchNorm), ("cuda", 1, nn.BatchNorm1d), ("cpu", 2, nn.BatchNorm1d)])
-def test_batch_norm_is_that_of_all_gpus(kind, ranks, wanted, monkeypatch):
+def test_batch_norm_is_that_of_all_gpus(kind, ranks, wanted, folder, tmp_path, monkeypatch):
+    def look(model, args):
+        raise InterruptedError({type(module) for module in model.modules()})
+
+    monkeypatch.setattr(ser, "setup", lambda: torch.device(kind))
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **_: model)
-    model, in_ddp = ser.distribute(ser.build(toy()), torch.device(kind))
-    assert in_ddp is model
-    norms = [m for m in model.modules() if isinstance(m, (nn.SyncBatchNorm, nn.BatchNorm1d))]
-    assert {type(norm) for norm in norms} == {wanted}
+    monkeypatch.setattr(nn.Module, "to", lambda model, device: model)
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model: model)
+    with pytest.raises(InterruptedError) as seen:
+        ser.train(toy(folder, tmp_path), make_optimizer=look)
+    assert seen.value.args[0] & {nn.SyncBatchNorm, nn.BatchNorm1d} == {wanted}
 
 
 def test_training_raises_retrieval_over_its_control(tmp_path):
@@ -1074,12 +1067,12 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     for name in ("b/deep/2.JPEG", "b/notes.txt", "b/._2.JPEG", "a.webp"):
         (tmp_path / name).touch()
 
-    found, _ = ser.list_images(str(tmp_path))
+    found, _ = ser.find_images(toy(tmp_path))
     assert found == [f"{tmp_path}/a.webp", f"{tmp_path}/b/deep/2.JPEG"]
 
     (tmp_path / "train").symlink_to(folder)
-    found, checksum = ser.list_images(str(tmp_path))
-    images, same_checksum = ser.list_images(str(folder))
+    found, checksum = ser.find_images(toy(tmp_path))
+    images, same_checksum = ser.find_images(toy(folder))
     assert checksum == same_checksum
     assert Path(found[0]).samefile(images[0])
 
@@ -1367,7 +1360,7 @@ def plain_equivariance(f, images, kind):
         g2 = sample_geometry(len(x), 4, [kind], ser.rng(kind, part, 2))
         g = relative(g2, g1)
         moved = slow_rho(g, f(x))
-        cosines += F.cosine_similarity(moved, f(slow_rho(g, x, 4))).flatten()
+        cosines.append(len(x) * F.cosine_similarity(moved, f(slow_rho(g, x, 4))).mean())
 
         h = g2
         if kind == "hflip":
@@ -1377,17 +1370,15 @@ def plain_equivariance(f, images, kind):
         plain = (x, slow_rho(h, x, 4), found)
         first = plain_colours(pixels, generator)
         jittered = (first, plain_colours(slow_rho(h, pixels, 4), generator), found_jittered)
-        for still, moved, hits in (plain, jittered):
+        for still, moved, shares in (plain, jittered):
             z = slow_rho(h, f(still)).flatten(2).mT.flatten(0, 1)
             z_prime = f(moved).flatten(2).mT.flatten(0, 1)
-            for i, token in enumerate(z):
-                hits.append(F.cosine_similarity(token, z_prime).argmax() == i)
-
-    shares = (sum(hits).item() / len(hits) for hits in (found, found_jittered))
-    return torch.stack(cosines).mean().item(), *shares
+            hits = [F.cosine_similarity(token, z_prime).argmax() == i for i, token in enumerate(z)]
+            shares.append(len(x) * sum(hits) / len(z))
+    return [sum(sums).item() / len(images) for sums in (cosines, found, found_jittered)]
 
 
-@parametrize("kind, layer, n", [("rot90", 2, 34), ("hflip", 4, 9), ("scale", 1, 32)])
+@parametrize("kind, layer, n", [("rot90", 2, 34), ("hflip", 4, 9), ("scale", 1, 64)])
 def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
     encoder = toy_vit()
     images = pixels(n, 3, 16, 16)
@@ -1401,7 +1392,7 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
     rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], places)
     _, share, _ = plain_equivariance(f, images / 255, kind)
     assert eval_linear.retrieval(f, ser.normalise(images / 255), 4, kind) == approx(share)
-    if n > 32:     # of 34, `equivariance_rows` takes 32, spread evenly
+    if n == 34:     # of which `equivariance_rows` takes 32, spread evenly
         images = images[[33 * i // 31 for i in range(32)]]
     cosine, share, jittered = plain_equivariance(f, images / 255, kind)
     wanted = {f"{kind} cosine": cosine, f"{kind} retrieval": share,
@@ -1483,7 +1474,8 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     *table, _ = output.splitlines()
     args = ser.parse([])
     images, _ = ser.find_images(args)
-    ser.print_plan(args, len(images), {"steps": 192, "b2": ser.b2_per_rank(args, 1)}, 0)
+    facts = dict(images=len(images), steps=192, b2=ser.b2_per_rank(args, 1))
+    ser.print_plan(ser.Namespace(**vars(args), **facts), 0)
     assert capsys.readouterr().out == begin
 
     columns = zip(*[line[48:].split() for line in table[1:]])
@@ -1545,7 +1537,8 @@ def test_a_set_that_would_replace_another_is_refused(test, tree, checkpoint):
     words = test.replace("=", f"={tree}/").split()
     args = eval_args(tree, checkpoint, "--test", *words)
     assert sentence(eval_linear.load_sets, args, 16).startswith("--test")
-    assert "--test need --data" in sentence(eval_linear.parse, ["--test", *words])
+    for flags in (["--test", *words], ["--val", "x"]):
+        assert "--test need --data" in sentence(eval_linear.parse, flags)
 
 
 def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
@@ -1589,7 +1582,7 @@ def paste(start, **names):
 def test_the_loss_for_other_trainings_is_that_of_two_moved_copies(elements):
     f1 = nn.Conv2d(3, 8, 4, 4)
     project = ser.projector(8, 16)
-    images1, images2 = torch.rand(2, 3, 3, 16, 24, generator=seeded())
+    images1, images2 = torch.rand(2, 3, 3, 24, 16, generator=seeded())
     shared = seeded(4)
     g1 = ser.sample_geometry(3, 4, elements, shared)
     g2 = ser.sample_geometry(3, 4, elements, shared)

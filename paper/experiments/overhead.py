@@ -125,7 +125,7 @@ def moco_v3_recipe(blur: float, solarize: float) -> T.Compose:
 def time_loader(args: Namespace) -> None:
     """Time one core. moco-v3's recipe does everything there; in ser.py the device jitters."""
     torch.set_num_threads(1)
-    paths = ser.list_images(args.data)[0][:200]
+    paths = ser.find_images(args)[0][:200]
     views = ser.two_view_dataset(paths, ser.parse(["--data", args.data]))
     recipes = [moco_v3_recipe(1.0, 0.0), moco_v3_recipe(0.1, 0.2)]
 

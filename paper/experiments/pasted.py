@@ -96,7 +96,7 @@ def train(args: Namespace) -> Model:
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
-    run = vars(args) | {"ranks": ranks, "names_checksum": ser.list_images(args.data)[1]}
+    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1]}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 
     for epoch in range(start, args.epochs):
