@@ -8,13 +8,14 @@ The second line is the protocol of 4.1, which takes hours. These flags ask for o
     --cache           20-NN, and heads on one centre crop of each image, in minutes
     --mlp             20-NN, and MLP heads; with --cache in minutes, too
     --knn             20-NN alone
-    --equivariance    equivariance after every block, also of the untrained encoder
+    --equivariance    equivariance after every block
 
-Several flags add up. Without --data, images are synthetic, --cache is always on, and so is
+Several flags add up. With --equivariance, all results are measured of the untrained encoder, too,
+which the run began with. Without --data, images are synthetic, --cache is always on, and so is
 --equivariance, but for turns and one block alone.
 
-Each row of eval.json names the settings, images and weights that made it. The best linear head
-is beside it. A stopped evaluation begins anew.
+Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
+checkpoint. The best linear head is kept beside it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -76,6 +77,8 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
+    # --mlp, --cache or no flag at all ask for heads. A --cache that synthetic images set, below,
+    # does not.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic

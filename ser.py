@@ -7,7 +7,8 @@ a second one at an intermediate layer, where the patch tokens still form a map o
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
                    made by crops, flips and photometric jitter (T), views of b2 by geometry
                    from an invertible group G and the same jitter (T_eq)
-    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images
+    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
+                   images: one mean over b1 and b2, where Eq. 3 has one for each part
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -125,7 +126,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(half, x.flip((-2, -1)), x)
 
     # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    # Without `contiguous`, later convolutions would round differently.
+    # `rot90` leaves the numbers in another order in memory, in which convolutions round
+    # differently; `contiguous` restores the usual one.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -183,8 +185,9 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
-    """Yield this rank's batches of the steps from `start` to before `end`, as lists of items
-    (epoch, index, in_b2), first those of b1, then those of b2."""
+    """Yield this rank's batches of all steps from `start` to before `end`, as lists of items
+    (epoch, index, in_b2), first those of b1, then those of b2. The last, incomplete batch of an
+    epoch is dropped. `check_settings` has made sure that both parts divide by R."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -337,7 +340,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     for index, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
-        # Choice, unlike 4.1: for speed, all images of a view share one order of colour jitter.
+        # Choice, unlike MoCo-v3 (4.1): for speed, all images of a view share one order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
 
         aug_b1 = Augmentation(*[field[:B1] for field in aug])
@@ -375,8 +378,8 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    # The colour jitter has torchvision's operations. A factor of 1, or a hue shift of 0, leaves
-    # an image as it is, bit for bit.
+    # The colour jitter has torchvision's operations, which take one factor for all images, with a
+    # factor for each. One that is 1, or a hue shift of 0, leaves an image as it is, bit for bit.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (column(aug.brightness) * x).clamp(0, 1)
@@ -412,7 +415,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
     # HSV has a closed form that gives each channel back:
     #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue.
+    # where the offset is 5 for red, 3 for green and 1 for blue. Pure red, for instance, has
+    # value and chroma 1 and hue 0. So k is 5, 3 and 1, and the channels are 1, 0 and 0.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -421,9 +425,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike 4.1: MoCo-v3 blurs by Pillow, which approximates a Gaussian by boxes.
+    # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # at least 3 times the largest sigma
+    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # some 3 times the largest sigma
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
@@ -556,29 +560,29 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
+class AllGather(torch.autograd.Function):
+    """What `gather` does when there are several ranks."""
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        # A rank's x entered the loss of every rank, so its gradients are summed. They are not
+        # divided by R here, because DDP does it later, when it averages over ranks.
+        ranks, rank = ranks_and_rank()
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total.chunk(ranks)[rank]
+
+
 def gather(x: Tensor) -> Tensor:
     """(B, ...) of each rank -> (R B, ...), with gradient. All ranks must have the same B."""
-    ranks, rank = ranks_and_rank()
-    if ranks == 1:
-        return x
-
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(ranks)]
-    dist.all_gather(parts, x.detach())
-    parts[rank] = x     # the part that has a gradient
-    gathered = torch.cat(parts)
-    if gathered.requires_grad:
-        gathered.register_hook(sum_over_ranks)     # called in the backward pass
-    return gathered
-
-
-def sum_over_ranks(gradient: Tensor) -> Tensor:
-    """The gradient of what `gather` returned, of which a rank's x gets its own part."""
-    # A rank's x entered the loss of every rank, so its gradients are summed. They are not
-    # divided by R here, because DDP does it later, when it averages over ranks.
-    total = gradient.contiguous().clone()
-    dist.all_reduce(total)
-    return total
+    ranks, _ = ranks_and_rank()
+    return AllGather.apply(x) if ranks > 1 else x
 
 
 def patch_ntxent(z: Tensor, z_prime: Tensor,
@@ -634,7 +638,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
     does not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. What is no square is distorted.
+        colour jitter of its own, and normalised. They should be squares, or are distorted.
     f1: takes images of any size to maps (B, D, h / patch, w / patch), with patch in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control without motion."""
@@ -729,7 +733,8 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean
-        # and all keys, as in the release. By Eq. 3, an image of b2 would weigh 84 times as much.
+        # and all keys, as in the release. With two means, an image of b2 would weigh 84 times as
+        # much as one of b1, if 24 are in b2 and 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -847,7 +852,7 @@ def seeded_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seeded_encoder(args)     # and the weights of the next two lines
+    encoder = seeded_encoder(args)     # it seeds torch, for the next two lines as well
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1120,7 +1125,8 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 def print_plan(run: Namespace, start: int) -> None:
     """Say what is trained, and what L_equiv would be at chance. run: all settings."""
     print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
-          f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of {run.steps}")
+          f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of "
+          f"{run.steps}")
 
     layers = f"[CLS] enters after block {run.cls_layer}"
     if run.equiv_layers:
@@ -1160,8 +1166,9 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
 
     if ranks > 1:
         dist.all_reduce(values)
-        # In torch 2.6, a rank may never end if a gloo thread is the last to hold this tensor.
-        bar.reduced = values
+        # The bar keeps this tensor until the run has ended. In torch 2.6, a rank might never
+        # end if one of gloo's own threads were the last to hold it.
+        bar.keep_alive = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
     bar.set_postfix(means)
