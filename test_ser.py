@@ -1118,6 +1118,8 @@ def test_synthetic_images_differ_within_a_class_and_have_colours():
     images, _ = ser.synthetic_images(600, 16, seed=0)
     correlation = images.flatten(1).double().corrcoef()
     assert correlation.fill_diagonal_(0).max() < 0.95
+    light = images.double().mean((0, 1, 3))     # of each row
+    assert light[0] - light[-1] > 60
     tint = images[:, 0].double() - images[:, 1]
     assert F.avg_pool2d(tint, 4).std() > 15     # noise alone has 7
 

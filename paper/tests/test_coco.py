@@ -168,6 +168,9 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     assert [found.shape[2] for found in model.backbone(x).values()] == [32, 16, 8, 4, 2]
 
     assert all(level[2] is not level[4] for level in model.backbone.levels)
+    four_times = model.backbone.levels[0][0]
+    assert [type(layer).__name__ for layer in four_times] == [
+        "ConvTranspose2d", "LayerNorm2d", "GELU", "ConvTranspose2d"]
     model.backbone.levels[2] = torch.nn.Identity()
     tokens = encoder(x, [3]).maps[3].movedim(1, -1)
     close(model.backbone(x)["2"], encoder.norm(tokens).movedim(-1, 1))

@@ -20,11 +20,14 @@ def shaken_timm(heads):
     return shake(vit.eval())
 
 
-@pytest.mark.parametrize("heads, flags", [(2, ["--heads", 2]), (12, []), (8, ["--heads", 8])])
+@pytest.mark.parametrize("heads, flags", [
+    (2, ["--heads", 2]), (4, ["--heads", 4]), (12, []), (8, ["--heads", 8])])
 def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path):
-    """A bare state dict, and moco-v3's checkpoint, which has 12 heads."""
+    """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
     vit = shaken_timm(heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
+    if heads == 4:
+        state = {"model": state}
     if heads > 6:
         moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
         moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}

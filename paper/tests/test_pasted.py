@@ -76,6 +76,9 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
     assert len({view.sum().item() for view in views}) == 4
     assert pasted.CROP.transforms[0].scale == (0.2, 1.0)
+    small = pasted.v2.ToPILImage()(pixels(3, 4, 4))
+    grays = [pasted.JITTER(small).float().std(0).max() == 0 for _ in range(400)]
+    assert sum(grays) / 400 == pytest.approx(0.2, abs=0.06)
 
 
 def pasted_rank(rank, ranks, root):

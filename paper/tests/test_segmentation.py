@@ -9,7 +9,7 @@ import ser
 from paper.evaluations import segmentation
 from paper.evaluations.segmentation import CLASSES, score, shares, tokens, train_head
 from paper.tests.toys import call, toy_checkpoint, values
-from test_ser import close, pixels, seeded, write_image
+from test_ser import close, noise, pixels, seeded, write_image
 
 
 def street(root, n, seed):
@@ -67,6 +67,20 @@ def test_labels_are_not_colours_and_at_most_eleven(label, tmp_path):
         segmentation.load(tmp_path / "train", (16, 24))
 
 
+def test_a_resized_label_is_that_of_a_pixel_and_no_mixture(tmp_path):
+    names = street(tmp_path / "train", 3, 1)
+    _, labels, _ = segmentation.load(tmp_path / "train", (4, 6))
+    assert labels.equal(names)
+
+
+def test_a_head_is_trained_with_a_cosine(monkeypatch):
+    rates = []
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda adamw: rates.append(adamw.param_groups[0]["lr"]))
+    train_head(noise(8, 4), torch.ones(8, CLASSES) / CLASSES, 0)
+    assert [rates[step] for step in (0, 250, 499)] == pytest.approx([1e-2, 5e-3, 0], abs=1e-6)
+
+
 def test_a_head_learns_the_share_of_each_class_in_a_patch():
     labels = torch.full((1, 4, 8), CLASSES)
     labels[0, :, :3] = 2
@@ -85,7 +99,8 @@ def test_a_head_learns_the_share_of_each_class_in_a_patch():
 
 def test_scores_count_all_labelled_pixels_together():
     logits = F.one_hot(torch.tensor([[[0, 1]], [[2, 2]]]), CLASSES).float()     # (2, 1, 2, C)
+    logits[0, 0, 0, 0] = 4     # and so the third pixel, which lies between both, is of class 0
     labels = torch.tensor([[[0, 0, 1, 11]], [[2, 2, 2, 0]]])
     found = score(torch.nn.Identity(), logits, labels)
     assert found == pytest.approx({
-        "pixel accuracy %": 100 * 6 / 7, "mIoU %": 100 * (2 / 3 + 1 + 3 / 4) / 3})
+        "pixel accuracy %": 100 * 5 / 7, "mIoU %": 100 * (2 / 4 + 0 + 3 / 4) / 3})

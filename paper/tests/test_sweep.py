@@ -30,6 +30,8 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
         if own := re.search(r"/layer-(\d+)-3", settings.out):     # [CLS] enters after it, or at 0
             assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
+        if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
+            assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
         assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
         assert "all-layers" not in settings.out or len(model.projectors) == 12
     assert len(trained) == len(lines) / 2 >= 4
