@@ -3,15 +3,15 @@
     python eval_linear.py                            runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, which takes hours. These flags ask for other things:
+The second line is the protocol of 4.1, and 20-NN. It takes hours. These flags ask for other things:
 
     --cache           20-NN, and heads on one centre crop of each image, in minutes
     --mlp             20-NN, and MLP heads; with --cache in minutes, too
     --knn             20-NN alone
     --equivariance    equivariance after every block
 
-Several flags add up. With --equivariance, all results are measured of the untrained encoder, too,
-which the run began with. Without --data, images are synthetic, --cache is always on, and so is
+Several flags add up. With --equivariance, the untrained encoder that the run began with is
+evaluated, too. Without --data, images are synthetic, --cache is always on, and so is
 --equivariance, but for turns and one block alone.
 
 Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
@@ -96,7 +96,10 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
     ranks, rank = ser.ranks_and_rank()
-    states = [ser.load_checkpoint(args.checkpoint) if rank == 0 else None]
+    states: list = [None]     # `broadcast_object_list` fills a list
+    if rank == 0:
+        state = ser.load_checkpoint(args.checkpoint)
+        states = [{key: state[key] for key in ("encoder", "settings", "step")}]
     if ranks > 1:
         dist.broadcast_object_list(states)
     state = states[0]
@@ -212,8 +215,8 @@ class Seeded(Dataset):
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     """Images (B, 3, S, S) uint8 -> features (B, K) in fp32: [CLS] after each of the last four
-    blocks (4.1). Choice: where it enters later, of those that have it. Choice: all of them
-    after the encoder's final LayerNorm."""
+    blocks (4.1), in their order, so that the last D columns are of the last block. Choice: where
+    [CLS] enters later, of those that have it; and all of them after the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last_four = range(encoder.depth - 3, encoder.depth + 1)
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -263,7 +266,8 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
     train and val: features and labels of centre crops. With --cache, heads learn from `train`.
     Without it, random crops are encoded anew for each epoch: ranks share this, and then each
-    of them trains all heads. `log` gets a line for each epoch."""
+    of them trains all heads. On ImageNet, features of a ViT-S are 8 GB, and up to three sets of
+    them are on a GPU. `log` gets a line for each epoch."""
     x_train, y_train = train
     x_val, y_val = val
     n_images = len(y_train)
@@ -527,7 +531,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val; of fewer, a multiple of 32, as `retrieval` needs.
+    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer, a multiple
+    # of 32, among which `retrieval` looks.
     n = min(512, len(val) // 32 * 32) or len(val)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
@@ -560,7 +565,7 @@ def evaluate(args: Namespace) -> list[dict]:
     if args.with_equivariance:
         encoders = {"untrained": ser.seeded_encoder(run).eval(), **encoders}
 
-    # Choice: if not all blocks are wanted, that after f1, where the main setting has L_equiv.
+    # Choice: if not all blocks are wanted, turns after f1, where the main setting has L_equiv.
     pairs = [("rot90", max(1, run.cls_layer))]
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))

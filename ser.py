@@ -180,7 +180,8 @@ def rng(*names: Any) -> torch.Generator:
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, the images of b2 on a rank."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its
-    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one.
+    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. `round` would take a
+    # half to the even number.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -205,8 +206,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 
 # T is MoCo-v3's, and its last four rows are the photometric jitter. The loader crops, and
-# samples all the numbers. `make_views` moves b2 and makes the jitter on the device, as CPU
-# cores would take longer for it than for reading and cropping.
+# samples what is of one image alone. `make_views` samples the motions, moves b2 and makes the
+# jitter, on the device, as CPU cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -378,8 +379,8 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    # The colour jitter has torchvision's operations, which take one factor for all images, with a
-    # factor for each. One that is 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+    # These are the operations of torchvision's colour jitter, but each image has a factor of its
+    # own. A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (column(aug.brightness) * x).clamp(0, 1)
@@ -623,7 +624,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
 
 def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
                temperature: float = 0.3) -> Tensor:
-    """L_equiv of one layer, whose maps are h1, (B, D, H1, W1), and h2, (B, D, H2, W2)."""
+    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
+    W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
@@ -638,7 +640,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
     does not call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. They should be squares, or are distorted.
+        colour jitter of its own, and normalised. They should be squares; others are distorted.
     f1: takes images of any size to maps (B, D, h / patch, w / patch), with patch in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control without motion."""
@@ -656,8 +658,9 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 #     base(views, cls)         L_inv, a scalar. cls has the final [CLS] of each view, (B, D)
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
-    """The MLP of MoCo-v3's projector and predictor."""
-    # Choice: BatchNorm takes b1 and b2 together, as the loss does.
+    """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
+    without affine parameters."""
+    # Choice: BatchNorm takes b1 and b2 of all GPUs together, as the loss does.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -930,9 +933,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
-    n_images = len(source)
-    check_settings(args, n_images, ranks)
-    steps_per_epoch = n_images // args.batch_size
+    check_settings(args, len(source), ranks)
+    steps_per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
 
     # Model and optimizer, as they begin or from the last checkpoint.
@@ -945,18 +947,18 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
-        "images": n_images, "names_checksum": names_checksum, "ranks": ranks,
-        "steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
+        "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
     # Loader and log.
     loader = torch.utils.data.DataLoader(
-        make_dataset(source, args), batch_sampler=batch_items(n_images, args, start, steps),
+        make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    log, bar = open_log(path.with_name("log.jsonl"), settings, start)
+    run = settings | {"steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
+    log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
-        print_plan(Namespace(**settings), start)
+        print_plan(Namespace(**run), start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.

@@ -3,8 +3,8 @@
     python -m paper.evaluations.coco --data /coco --checkpoint runs/main/last.pt
 
 /coco is COCO 2017 as it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and
-val2017/. Every 500 steps, losses are added to coco.jsonl, and coco.pt is saved: the same command
-resumes from it.
+val2017/. Each start adds its settings to coco.jsonl, and every 500 steps add losses, and save
+coco.pt: the same command resumes from it.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
@@ -149,6 +149,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 
+    # Choice: the last, incomplete batch of an epoch is not used.
     items = ser.batch_items(len(data), args, start, args.iterations)
     own = [[index for _, index, _ in batch] for batch in items]
     loader = DataLoader(data, batch_sampler=own, collate_fn=list, num_workers=args.workers)

@@ -2,8 +2,9 @@
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
 
-Each epoch adds the loss of its last batch to finetune.jsonl beside the results and saves
-finetune.pt, from which the same command resumes. Evaluations take it, too.
+Each start adds its settings to finetune.jsonl beside the results, and each epoch the loss of its
+last batch. An epoch also saves finetune.pt, from which the same command resumes. Evaluations take
+it, too.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
 authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So

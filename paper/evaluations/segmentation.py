@@ -48,7 +48,7 @@ def load(folder: Path, size: list[int]) -> tuple[Tensor, Tensor, str]:
         path = folder.with_name(folder.name + "annot") / name
         label = pil_to_tensor(Image.open(path))
         if len(label) > 1 or label.max() > CLASSES:
-            raise ValueError(f"{path} has no labels 0 to {CLASSES}")
+            raise ValueError(f"{path}: its pixels should be labels, 0 to {CLASSES}")
         labels.append(resize(label, size, InterpolationMode.NEAREST)[0].long())
     described = f"{folder.name}: {len(names)} images {ser.checksum(names)}"
     return torch.stack(images), torch.stack(labels), described

@@ -37,7 +37,7 @@ def from_timm(state: dict, heads: int) -> dict:
     depth = sum(name.endswith("attn.qkv.weight") for name in weights)
     dim = rows.shape[2]
     if not heads:     # weights do not tell
-        sys.exit(f"--heads: how many have {depth} blocks of width {dim}? timm's ViT-S has 6")
+        sys.exit(f"--heads: how many have {depth} blocks of {dim}? timm's ViT-S 6, moco-v3's 12")
 
     args = ser.parse(["--data=images of another program"])     # hence evaluations ask for --data
     vars(args).update(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth,

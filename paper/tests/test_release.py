@@ -16,7 +16,14 @@ def table(capsys):
     return {(name, part): words for name, part, *words in map(str.split, lines)}
 
 
-def test_lambda_reaches_our_gradients_on_the_images_that_the_release_gets(capsys, monkeypatch):
+def test_a_gradient_is_that_of_all_parameters():
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad = torch.full((1, 1), 3.0)
+    layer.bias.grad = torch.full((1,), -4.0)
+    assert release.gradient(layer).tolist() == [3, -4]
+
+
+def test_lambda_reaches_our_gradients_and_both_lambdas_see_the_same_images(capsys, monkeypatch):
     given = []
     still = dict(encoder=torch.tensor([3.0, 4.0]), projector=torch.empty(0))
     monkeypatch.setattr(release, "theirs", lambda *images: given.append(images) or still)

@@ -63,7 +63,7 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
 def test_labels_are_not_colours_and_at_most_eleven(label, tmp_path):
     street(tmp_path / "train", 1, 1)
     write_image(tmp_path / "trainannot" / "0.png", label.byte())
-    with pytest.raises(ValueError, match="0.png has no labels"):
+    with pytest.raises(ValueError, match="0.png: its pixels"):
         segmentation.load(tmp_path / "train", (16, 24))
 
 
