@@ -345,7 +345,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# f1 is here any function that makes a map of an image, such as all blocks up to one. It is
+# f1 is here any function that makes a map of an image, such as the first blocks. It is
 # equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)).
 # A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 @torch.no_grad()
@@ -373,8 +373,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     images: (n, 3, S, S), as f1 takes them or, with `change`, as `change` does. n should be a
         multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
-    change: alters both copies before f1, such as a random colour jitter. Without it, almost
-        every turned token is found by the mean colour of its patch alone."""
+    change: alters both copies before f1, such as a random colour jitter. Without it, even the
+        mean colour of a patch would find almost every turned token."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")

@@ -18,10 +18,11 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method. `Paper:`, or a section in brackets such as (3.1), marks what
-the paper prescribes, `Choice:` what it leaves open, and `Choice, unlike` where we depart from
-it. 4.1 keeps MoCo-v3's settings, which are those of its code and of the ViT-S command in its
-CONFIG.md. "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method, but for the jitter, which ends section 2. `Paper:`, or a section
+in brackets such as (3.1), marks what the paper prescribes, `Choice:` what it leaves open, and
+`Choice, unlike` where we depart from it. 4.1 keeps MoCo-v3's settings, which are those of its
+code and of the ViT-S command in its CONFIG.md. "The release" is the authors' code,
+github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -104,7 +105,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # PyTorch does not resize half precision on a CPU.
+    # On a CPU, PyTorch does not resize half precision, so it goes through float32.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -143,7 +144,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # A scaling resizes to a given grid, so only the last one counts, that of view 2.
+    # A scaling resizes to a given grid, so only the last one counts, that of view 2. To undo
+    # that of view 1 before would resample once more, and lead to the same grid.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -494,7 +496,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3, whose patch embedding stays random.
+        # Paper: 4.1, as MoCo-v3, whose patch embedding is random and frozen.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
@@ -546,7 +548,8 @@ def encode_view(encoder: ViT, view: View,
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 # Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
-# (Algorithm 1 and A.4 speak of other tokens of the same image, too.)
+# (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations", which
+# may mean other tokens of the same image, too.)
 #
 # Paper: 3.3 stops no gradient. In the release, all tokens pass a gather that stops it, so its
 # L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md shows this.
@@ -925,10 +928,14 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
+# Methods in paper/methods bring functions of their own in place of the four defaults of `train`:
+#     build(args)                        the model: SER, or another one with a `base` (section 5)
+#     make_dataset(source, args)         what `two_view_dataset` returns
+#     make_optimizer(model, args)        what `adamw` returns
+#     schedule(optimizer, args, epoch)   called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, and return the checkpoint's path. Methods in paper/methods
-    bring functions of their own in place of these four; their models, too, have a `base`."""
+    """Run or continue a training, by default of MoCo-v3 + SER; returns the checkpoint's path."""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1007,8 +1014,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    train = Path(args.data, "train")
-    root = train if train.is_dir() else Path(args.data)
+    root = Path(args.data, "train")
+    if not root.is_dir():
+        root = Path(args.data)
     files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
     images = [name for name in files if name.lower().endswith(ENDINGS)]
     if not images:
@@ -1026,7 +1034,7 @@ def read_image(path: str) -> Tensor:
     # Choice: EXIF flags are ignored, as in torchvision's ImageFolder.
     try:
         with Image.open(path) as image:
-            # An MPO is a photograph of a phone, with others behind it.
+            # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
             if animated or image.mode.startswith(("I", "F")):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
