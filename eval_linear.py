@@ -3,16 +3,17 @@
     python eval_linear.py                            runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, and 20-NN. It takes hours. These flags ask for other things:
+The second line is the protocol of 4.1. Flags ask for other things:
 
-    --cache           20-NN, and heads on one centre crop of each image, in minutes
-    --mlp             20-NN, and MLP heads; with --cache in minutes, too
-    --knn             20-NN alone
-    --equivariance    equivariance after every block
+    none of them      linear heads on random crops, and 20-NN, which takes hours
+    --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
+    --mlp             MLPs in place of linear heads, also with --cache
+    --knn             20-NN alone, in minutes
+    --equivariance    equivariance after every block, beside what other flags ask for
 
-Several flags add up. With --equivariance, the untrained encoder that the run began with is
-evaluated, too. Without --data, images are synthetic, --cache is always on, and so is
---equivariance, but for turns and one block alone.
+With --equivariance, the untrained encoder that the run began with is evaluated, too. Without
+--data, images are synthetic, heads learn from centre crops, and the equivariance of both
+encoders is always measured, but for turns and one block alone.
 
 Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
 checkpoint. The best linear head is kept beside it. A stopped evaluation begins anew.
@@ -77,8 +78,7 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # --mlp, --cache or no flag at all ask for heads. A --cache that synthetic images set, below,
-    # does not.
+    # What asks for heads is --mlp, --cache, or no flag at all.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
@@ -140,9 +140,10 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... A label is the place of CLASS in `classes`, those of the
-    training images, for which `classes` is left out. Folders may also be called 0, 1, ..., as
-    in ImageNet-V2, which are the labels."""
+    """The images root/CLASS/..., with labels. For the training images, `classes` is left out, and
+    a label is the place of CLASS among their folders. For other sets, `classes` are those of the
+    training images, and a label is the place of CLASS among them. If no folder is one of them,
+    folders are called 0, 1, ..., as in ImageNet-V2, and these are the labels."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -465,6 +466,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
     for row in rows:
         row = made_by | row
+        # Of the older rows, those stay that differ from it in more than the value.
         others = [old for old in results["rows"] if old | {"value": row["value"]} != row]
         results["rows"] = [*others, row]
 
