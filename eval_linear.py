@@ -16,7 +16,7 @@ With --equivariance, the untrained encoder that the run began with is evaluated,
 encoders is always measured, but for turns and one block alone.
 
 Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
-checkpoint. The best linear head is kept beside it. A stopped evaluation begins anew.
+encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None = None,
 
 
 class Checkpoint(NamedTuple):
-    """What an evaluation needs of a checkpoint."""
+    """What an evaluation needs of a checkpoint, or of the start of its run."""
     encoder: ViT        # in eval mode
     weights: str        # the fingerprint of the encoder
     step: int
@@ -110,6 +110,12 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     encoder = ser.make_encoder(Namespace(**settings)).eval()
     encoder.load_state_dict(state["encoder"])
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
+
+
+def untrained(checkpoint: Checkpoint) -> Checkpoint:
+    """The start of a checkpoint's run."""
+    encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
+    return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -563,9 +569,9 @@ def evaluate(args: Namespace) -> list[dict]:
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
 
-    encoders = {"trained": checkpoint.encoder}
+    checkpoints = {"trained": checkpoint}
     if args.with_equivariance:
-        encoders = {"untrained": ser.seeded_encoder(run).eval(), **encoders}
+        checkpoints = {"untrained": untrained(checkpoint), "trained": checkpoint}
 
     # Choice: if not all blocks are wanted, turns after f1, where the main setting has L_equiv.
     pairs = [("rot90", max(1, run.cls_layer))]
@@ -574,7 +580,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     rows = []
     kept = {}
-    for name, encoder in encoders.items():     # the trained one is the last
+    for name, (encoder, *_) in checkpoints.items():     # the trained one is the last
         encoder.to(device)
         own = []
         if args.with_heads or args.knn:
@@ -586,7 +592,9 @@ def evaluate(args: Namespace) -> list[dict]:
     _, rank = ser.ranks_and_rank()
     if rank == 0:
         images = describe({"train": sets.centre_crops, **sets.tests})
-        write(path, rows, args, checkpoint, images)
+        for name, measured in checkpoints.items():
+            own = [row for row in rows if row["encoder"] == name]
+            write(path, own, args, measured, images)
         if kept:
             made_by = {"weights": checkpoint.weights, "settings": vars(args)}
             name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]

@@ -1456,15 +1456,17 @@ def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthet
     check_values(results["rows"], wanted, encoder=name)
 
 
-def test_head_and_rows_of_both_encoders_name_the_checkpoint(synthetic):
+def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     results, head, encoders = synthetic
-    weights = eval_linear.fingerprint(encoders["trained"])
+    own = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
+    weights = own["trained"]
     other = copy.deepcopy(encoders["trained"])
     other.blocks[0].heads += 1     # which no weight tells
     assert head["weights"] == weights and weights != eval_linear.fingerprint(other)
-    assert {row["weights"] for row in results["rows"]} == results["checkpoints"].keys() == {weights}
-    made_by = results["checkpoints"][weights]
-    assert (made_by["step"], made_by["settings"]["cls_layer"]) == (7, 3)
+    assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])
+    steps = {name: made_by["step"] for name, made_by in results["checkpoints"].items()}
+    assert steps == {own["untrained"]: 0, weights: 7}
+    assert results["checkpoints"][weights]["settings"]["cls_layer"] == 3
 
 
 def test_without_f1_equivariance_is_that_of_block_1(tmp_path):

@@ -104,9 +104,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     train = spread(sets.centre_crops, args.images)
     test = spread(sets.tests["val"], args.images // 2)
 
-    encoders = {"untrained": ser.seeded_encoder(run), "trained": checkpoint.encoder}
+    checkpoints = {"untrained": eval_linear.untrained(checkpoint), "trained": checkpoint}
     features = {}
-    for name, encoder in encoders.items():
+    for name, (encoder, *_) in checkpoints.items():
         encoder.to(device)
         features[name] = [version_features(encoder, data, layers, args.workers)
                           for data in (train, test)]
@@ -127,7 +127,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             lines.append(PAPER[task])
 
     images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
-    eval_linear.write(path, rows, args, checkpoint, images)
+    for name, measured in checkpoints.items():
+        own = [row for row in rows if row["encoder"] == name]
+        eval_linear.write(path, own, args, measured, images)
     print("\n".join(lines))
     print(f"results are in {path}")
 

@@ -96,11 +96,14 @@ def call(words: list[str], args: Namespace) -> None:
 
 def own_rows(words: list[str], out: str) -> list[dict]:
     """The rows of OUT/eval.json that an evaluation with these words wrote for the weights of
-    OUT/last.pt; of those for several sets of images, the last."""
-    settings = json.loads(json.dumps(vars(eval_linear.parse(words))))     # as they are in the file
-    weights = eval_linear.fingerprint(ser.load_encoder(f"{out}/last.pt"))
+    OUT/last.pt, and those its run began with; of rows for several sets of images, the last."""
+    args = eval_linear.parse(words)
+    checkpoint = eval_linear.read_checkpoint(args)
+    weights = [checkpoint.weights, eval_linear.untrained(checkpoint).weights]
+
+    settings = json.loads(json.dumps(vars(args)))     # as they are in the file
     rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
-    own = [row for row in rows if (row["settings"], row["weights"]) == (settings, weights)]
+    own = [row for row in rows if row["settings"] == settings and row["weights"] in weights]
     return [row for row in own if row["images"] == own[-1]["images"]]
 
 

@@ -79,5 +79,6 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        found = values(tmp_path / "transformations.json", encoder=name, block=layer)
+        own = {"encoder": name, "weights": eval_linear.fingerprint(encoder)}
+        found = values(tmp_path / "transformations.json", **own, block=layer)
         assert found == pytest.approx(wanted, 1e-4)
