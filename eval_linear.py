@@ -9,11 +9,11 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
     --mlp             MLPs in place of linear heads, also with --cache
     --knn             20-NN alone, in minutes
-    --equivariance    equivariance after every block, beside what other flags ask for
+    --equivariance    equivariance after every block, alone or beside what other flags ask for
 
 With --equivariance, the untrained encoder that the run began with is evaluated, too. Without
---data, images are synthetic, heads learn from centre crops, and the equivariance of both
-encoders is always measured, but for turns and one block alone.
+--data, images are synthetic and heads learn from centre crops. Then the equivariance of both
+encoders is measured without that flag as well, but of turns and after one block alone.
 
 Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
 encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
@@ -60,6 +60,7 @@ def arguments() -> ArgumentParser:
     add("--lr", type=ser.positive, nargs="+", default=rates,
         help="learning rates, scaled by batch size / 256; each trains a head")
     add("--epochs", type=ser.count, default=50, help="passes over the images (paper: 50)")
+    # Choice: 1,024 images, as the paper names no batch.
     add("--batch-size", type=ser.count, default=1024,
         help="images a step of the heads, and of the encoder over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
@@ -88,7 +89,7 @@ def parse(argv: Sequence[str] | None = None,
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint, or of the start of its run."""
     encoder: ViT        # in eval mode
-    weights: str        # the fingerprint of the encoder
+    weights: str        # their fingerprint
     step: int
     settings: dict      # of the training
 
@@ -113,9 +114,11 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run."""
+    """The start of a checkpoint's run. Its weights are those of any run with this seed, so the
+    fingerprint also tells where [CLS] enters."""
     encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
-    return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
+    weights = f"{fingerprint(encoder)}-{encoder.cls_layer}"
+    return Checkpoint(encoder, weights, 0, checkpoint.settings)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -146,10 +149,11 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., with labels. For the training images, `classes` is left out, and
-    a label is the place of CLASS among their folders. For other sets, `classes` are those of the
-    training images, and a label is the place of CLASS among them. If no folder is one of them,
-    folders are called 0, 1, ..., as in ImageNet-V2, and these are the labels."""
+    """The images root/CLASS/..., with labels, which are
+
+        of the training images    the place of CLASS among their own sorted folders
+        of another set            the place of CLASS among `classes`, those of the training images
+        of ImageNet-V2            CLASS itself, as its folders are called 0, 1, ..., 999"""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
@@ -377,11 +381,12 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), as f1 takes them or, with `change`, as `change` does. n should be a
-        multiple of 32, as a token is found more easily among fewer images.
+    images: (n, 3, S, S), which f1 or, if given, `change` takes. n should be a multiple of 32,
+        as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
-    change: alters both copies before f1, such as a random colour jitter. Without it, even the
-        mean colour of a patch would find almost every turned token."""
+    change: makes of the images of either copy what f1 takes, for instance by a random colour
+        jitter. Without it, even the mean colour of a patch would find almost every turned
+        token."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
@@ -461,10 +466,15 @@ def read_results(path: Path) -> dict:
     return {"checkpoints": {}, "rows": []}
 
 
+def key_of(row: dict) -> dict:
+    """A row without its value."""
+    return {name: cell for name, cell in row.items() if name != "value"}
+
+
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with what made it; images: as `describe` names
-    them. A row replaces an older one that differs from it in nothing but the value."""
+    them. A row replaces the older one that has the same key."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.weights] = training
@@ -472,8 +482,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
     for row in rows:
         row = made_by | row
-        # Of the older rows, those stay that differ from it in more than the value.
-        others = [old for old in results["rows"] if old | {"value": row["value"]} != row]
+        others = [old for old in results["rows"] if key_of(old) != key_of(row)]
         results["rows"] = [*others, row]
 
     unfinished = path.with_suffix(".tmp")
@@ -580,11 +589,13 @@ def evaluate(args: Namespace) -> list[dict]:
 
     rows = []
     kept = {}
-    for name, (encoder, *_) in checkpoints.items():     # the trained one is the last
+    for name, (encoder, *_) in checkpoints.items():
         encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            if name == "trained":
+                kept = head
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]

@@ -5,8 +5,8 @@ a second one at an intermediate layer, where the patch tokens still form a map o
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
-                   made by crops, flips and photometric jitter (T), views of b2 by geometry
-                   from an invertible group G and the same jitter (T_eq)
+                   made by crops, flips and photometric jitter (T), views of b2 by motions
+                   from a group G, which can be undone, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
                    images: one mean over b1 and b2, where Eq. 3 has one for each part
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
@@ -18,11 +18,11 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method, but for the jitter, which ends section 2. `Paper:`, or a section
-in brackets such as (3.1), marks what the paper prescribes, `Choice:` what it leaves open, and
-`Choice, unlike` where we depart from it. 4.1 keeps MoCo-v3's settings, which are those of its
-code and of the ViT-S command in its CONFIG.md. "The release" is the authors' code,
-github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. If you read for it, leave out the jitter, which ends section 2.
+Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
+it leaves open, and `Choice, unlike` where we depart from it. 4.1 keeps MoCo-v3's settings, which
+are those of its code and of the ViT-S command in its CONFIG.md. "The release" is the authors'
+code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -77,7 +77,8 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    What `elements` leaves out does nothing, and does not change how the rest is sampled."""
+    A kind of motion that is not among `elements` is sampled as well, and then undone, so that
+    the others are what they would be with it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -105,7 +106,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # On a CPU, PyTorch does not resize half precision, so it goes through float32.
+    # PyTorch does not resize half precision on a CPU, so it goes through float32 everywhere.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -118,17 +119,19 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # turns = 2 * half + quarter. The flags, (B, 1, 1, 1) each, go to the device together.
-    moves = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])
-    moves = moves.to(x.device, non_blocking=True)
-    flip, half, quarter = moves.view(3, -1, 1, 1, 1)
+    # Turns are made of half turns and quarter turns, as turns = 2 * half + quarter. Of each kind
+    # of motion, a flag says which images make it. The three flags go to the device together.
+    flags = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])     # (3, B)
+    flags = flags.to(x.device, non_blocking=True)
+    flip, half, quarter = flags.view(3, -1, 1, 1, 1)                      # (B, 1, 1, 1) each
 
+    # A flip and a half turn leave the shape as it is.
     x = torch.where(flip, x.flip(-1), x)
     x = torch.where(half, x.flip((-2, -1)), x)
 
-    # A quarter turn exchanges the sides of a map, so both are resized before one is chosen.
-    # `rot90` leaves the numbers in another order in memory, in which convolutions round
-    # differently; `contiguous` restores the usual one.
+    # A quarter turn exchanges the sides, so the turned maps and the others are brought to one
+    # size before the flag chooses. `rot90` leaves the numbers in another order in memory, in
+    # which convolutions round differently; `contiguous` restores the usual one.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -144,8 +147,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # A scaling resizes to a given grid, so only the last one counts, that of view 2. To undo
-    # that of view 1 before would resample once more, and lead to the same grid.
+    # Choice: a scaling resizes to a given grid, so only the last one counts, that of view 2. To
+    # undo that of view 1 before would resample once more, and lead to the same grid.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -158,8 +161,9 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motion of this rank's `batch` images. Ranks gather maps of one size, so each
-    samples for all ranks, by `shared`, which has one seed everywhere, and keeps its part."""
+    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as they
+    gather maps of one size. So each of them samples the motions of all ranks, with the generator
+    `shared`, which is seeded alike everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -207,14 +211,16 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         yield items + [(epoch, index, True) for index in b2]
 
 
-# T is MoCo-v3's, and its last four rows are the photometric jitter. The loader crops, and
+# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and
 # samples what is of one image alone. `make_views` samples the motions, moves b2 and makes the
 # jitter, on the device, as CPU cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
 #   random crop    loader    1      1      area .08 to 1, ratio 3/4 to 4/3  the whole, as a square
-#   flip           loader    .5     .5     horizontal                       rho_g, on the device
+#   flip           loader    .5     .5     horizontal                       a flip, by rho_g
+#   -                                                                       quarter turns, by rho_g
+#   -                                                                       a scaling, by rho_g
 #   colour jitter  device    .8     .8     .4, .4, .2, and hue .1           the same
 #   grayscale      device    .2     .2                                      the same
 #   blur           device    1      .1     sigma .1 to 2 pixels of 224      the same
@@ -229,7 +235,7 @@ SOLARIZE_FROM = 128 / 255
 
 
 class ViewSettings(NamedTuple):
-    """The size of a view, and what differs between the views of T."""
+    """How a view is made, as far as that is not the same for all."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -237,8 +243,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view, where the defaults do nothing. The loader's collate function
-    makes a tensor (B,) of each number."""
+    """What was sampled for the view of an image, where the defaults do nothing. For a batch, each
+    field is a tensor (B,), which the loader's collate function makes of the numbers."""
     # The crop and its flip, which some baselines in paper/methods predict. b2 has none.
     top: float = 0.0           # shares of the image
     left: float = 0.0
@@ -330,7 +336,7 @@ class View(NamedTuple):
     geometry: Geometry | None      # of b2
 
     # How it was made, which baselines in paper/methods read.
-    augmentation: Augmentation          # of b1, then b2
+    augmentation: Augmentation          # of b1, then b2; each field is a tensor (B,)
     order: Tensor = torch.arange(4)     # of the colour jitter
 
 
@@ -376,7 +382,7 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], each by its own row of `aug`, and normalise them."""
+    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # (B,) -> (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
@@ -416,10 +422,11 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # HSV has a closed form that gives each channel back:
+    # Each channel is highest around its own hue, and falls to value - chroma as the hue moves on.
+    # Let k count from the hue where it begins to fall, which is 1 for red, 3 for green and 5 for
+    # blue. The channel falls until k = 1, stays low until 3, and has risen at 4:
     #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # where the offset is 5 for red, 3 for green and 1 for blue. Pure red, for instance, has
-    # value and chroma 1 and hue 0. So k is 5, 3 and 1, and the channels are 1, 0 and 0.
+    # with the offsets 5, 3 and 1.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -553,6 +560,9 @@ def encode_view(encoder: ViT, view: View,
 #
 # Paper: 3.3 stops no gradient. In the release, all tokens pass a gather that stops it, so its
 # L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md shows this.
+#
+# `patch_ntxent` compares tokens, `layer_loss` moves and projects the maps before, and
+# `SER.l_equiv` in section 6 does so for all layers. `equivariance_loss` is for other code.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
@@ -657,7 +667,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
-#     base.encoder             the online ViT, which SER runs, once for both losses
+#     base.encoder             the online ViT, which SER runs; both losses share its output
 #     base(views, cls)         L_inv, a scalar. cls has the final [CLS] of each view, (B, D)
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
@@ -793,7 +803,7 @@ def arguments() -> ArgumentParser:
     add("--equiv-layers", count, [3],
         "blocks with L_equiv: the last of f1 in the paper's main setting", nargs="+")
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; .06 for 256 images; 0: no b2")
+        "r, share of b2 in a batch; 0: no b2. Of 256 images .06, so that b2 has 15 of them")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
@@ -995,6 +1005,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
+            # The encoder is in the model, too; by itself, any program finds it.
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
@@ -1017,6 +1028,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     root = Path(args.data, "train")
     if not root.is_dir():
         root = Path(args.data)
+        for other in ("val", "val2017", "test", "test2017"):
+            if Path(root, other).is_dir():
+                sys.exit(f"--data {root} has {other}/ but no train/: name the training images")
     files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
     images = [name for name in files if name.lower().endswith(ENDINGS)]
     if not images:
@@ -1152,7 +1166,8 @@ def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
     """A log, with a line of all settings, and a bar that counts images, on rank 0 alone."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = open(path if rank == 0 else os.devnull, "a", buffering=1)     # line by line
+    mode = "a" if start > 0 else "w"     # a run that begins anew has a log of its own
+    log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
     print(json.dumps(settings), file=log)
 
     size = settings["batch_size"]
@@ -1176,8 +1191,8 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
 
     if ranks > 1:
         dist.all_reduce(values)
-        # The bar keeps this tensor until the run has ended. In torch 2.6, a rank might never
-        # end if one of gloo's own threads were the last to hold it.
+        # In torch 2.6, a rank may hang at its end if a thread of gloo is the last to hold a tensor
+        # that was reduced. So the last one is kept here until the run has ended.
         bar.keep_alive = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 

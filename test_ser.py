@@ -922,6 +922,7 @@ def test_bf16_is_for_gpus_unless_a_flag_says_otherwise(gpu, monkeypatch):
 @pytest.fixture(scope="session")
 def whole_run(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
+    (out / "log.jsonl").write_text("of another run, killed before its first checkpoint")
     ser.train(toy(folder, out, workers=1))
     return out
 
@@ -1081,8 +1082,10 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     assert Path(found[0]).samefile(images[0])
 
 
-def test_a_folder_without_images_is_told(tmp_path):
+def test_a_folder_without_training_images_is_told(tmp_path):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path / "out"))
+    (tmp_path / "val2017").mkdir()     # of COCO, whose train2017 is beside it
+    assert "val2017" in sentence(ser.find_images, toy(tmp_path))
 
 
 @parametrize("mode, form", [
@@ -1459,6 +1462,7 @@ def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthet
 def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     results, head, encoders = synthetic
     own = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
+    own["untrained"] += "-3"     # where [CLS] enters
     weights = own["trained"]
     other = copy.deepcopy(encoders["trained"])
     other.blocks[0].heads += 1     # which no weight tells

@@ -90,8 +90,9 @@ class Pyramid(nn.Module):
 
 def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     """torchvision's Faster R-CNN for the labels below `classes`, 0 being the background. It takes
-    images in [0, 1] of any size, and normalises them. The encoder's patch size must be a power of
-    two, as torchvision rounds the scales of maps to powers of two."""
+    images in [0, 1] of any size, and normalises them."""
+    if encoder.patch_size not in (4, 8, 16, 32):     # torchvision rounds scales to powers of two
+        sys.exit(f"the patch size is {encoder.patch_size}: should be 4, 8, 16 or 32")
     torch.manual_seed(args.seed)
 
     # Choice: as usual, anchors of 32 to 512 pixels, for patches of 16, and no side above 1333.

@@ -39,11 +39,11 @@ def from_timm(state: dict, heads: int) -> dict:
     if not heads:     # weights do not tell
         sys.exit(f"--heads: how many have {depth} blocks of {dim}? timm's ViT-S 6, moco-v3's 12")
 
-    args = ser.parse(["--data=images of another program"])     # hence evaluations ask for --data
-    vars(args).update(image_size=grid * patch, patch_size=patch, dim=dim, depth=depth,
-                      heads=heads, cls_layer=0, ratio=0.0, equiv_layers=[])
-    ser.seeded_encoder(args).load_state_dict(weights)     # raises for what is no plain ViT
-    return dict(step=0, settings=vars(args), encoder=weights)
+    # What evaluations ask for. How it was trained is not known.
+    given = dict(data="images of another program", image_size=grid * patch, patch_size=patch,
+                 dim=dim, depth=depth, heads=heads, cls_layer=0, equiv_layers=[], seed=0)
+    ser.seeded_encoder(Namespace(**given)).load_state_dict(weights)     # raises for no plain ViT
+    return dict(step=0, settings=given, encoder=weights)
 
 
 def to_timm(checkpoint: dict) -> dict:

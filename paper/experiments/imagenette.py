@@ -94,10 +94,7 @@ def show(args: Namespace) -> None:
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
-    for name in ("flags", "images", "side"):
-        found = {str(row[name]) for row in rows if name in row}
-        if len(found) > 1:
-            sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
+    sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
         print(f"\nin brackets: the difference to {baseline}\n")
@@ -106,7 +103,7 @@ def show(args: Namespace) -> None:
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py. Rows are compared within an
-    `arm`: so many epochs, and images of b2 in those runs that have b2."""
+    `arm`: so many epochs, and this share of b2 in those runs that have b2."""
     parser = sweep.arguments("imagenette")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
@@ -119,7 +116,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args.runs = [run for run in RUNS if run.name in args.names]
     sweep.check(args, given)
     training = ser.parse([*args.flags, "--data", "given"])
-    args.arm = {"epochs": training.epochs, "b2": ser.b2_per_rank(training, 1)}
+    args.arm = {"epochs": training.epochs, "ratio": training.ratio}
     if training.bf16 and not torch.cuda.is_available():
         args.launcher += " -m paper.experiments.imagenette --plain"
     return args
@@ -127,8 +124,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def main(args: Namespace) -> None:
     """Train and measure, then show the results."""
-    if args.side and args.data:
-        copies = Path(args.out, "images")
+    copies = Path(args.out, "images")
+    if args.data and (args.side or copies.exists()):
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"

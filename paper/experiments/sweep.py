@@ -104,6 +104,8 @@ def own_rows(words: list[str], out: str) -> list[dict]:
     settings = json.loads(json.dumps(vars(args)))     # as they are in the file
     rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
     own = [row for row in rows if row["settings"] == settings and row["weights"] in weights]
+    if not any(row["weights"] == checkpoint.weights for row in own):
+        return []     # the run went on after the evaluation, or was made anew
     return [row for row in own if row["images"] == own[-1]["images"]]
 
 
@@ -139,12 +141,24 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             if not args.print:
                 found += own_rows(words, out)
 
-        made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
-        own = [row | made_by for row in means(found, run.name, seed, blocks)]
+        own = means(found, run.name, seed, blocks)
         if own:
+            made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
+            trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
+            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16}
+            made_by["b2"] = trained.ranks * ser.b2_per_rank(trained, trained.ranks)
+            own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
     return rows
+
+
+def check_alike(rows: list[dict]) -> None:
+    """Exit with one sentence if rows are not to stand in one table."""
+    for name in ("flags", "images", "side", "ranks", "bf16"):
+        found = {str(row[name]) for row in rows if name in row}
+        if len(found) > 1:
+            sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
 
 
 def select(rows: list[dict], run: str, measure: str, block: int) -> dict:
@@ -224,9 +238,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def main(args: Namespace) -> None:
     """Run a list, and print its table under the paper's numbers."""
     rows = measure(args, ["--cache --equivariance"], blocks=(3, 12))
+    check_alike(rows)
     if rows:
+        b2 = {row["run"]: row["b2"] for row in rows}     # images of it in a batch
         for run in args.runs:
-            print(f"{run.name:16}{run.paper or '-':>8}  {run.script} {run.flags}")
+            print(f"{run.name:16}{run.paper or '-':>8}{b2[run.name]:>5} in b2  {run.script} "
+                  f"{run.flags}")
         print(table(rows, "SER"))
 
 

@@ -38,6 +38,7 @@ def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path):
     torch.testing.assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
     settings = torch.load(out, weights_only=True)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
+    assert "weight" not in settings     # how it was trained is not known
 
 
 def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):

@@ -97,18 +97,20 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
-    assert (linear["epochs"], linear["b2"], linear["side"]) == (1, 2, 18)
+    kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "side": 18, "ranks": 1, "bf16": True}
+    assert kept.items() <= linear.items()
     assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images")
 
     # Copies of other images, and two rows of one run and seed, are no results of this run.
     other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
     assert "18 px of" in sentence(imagenette.main, other)
-    assert "18 px of" in sentence(imagenette.main, imagenette.settings([*argv[:-1], "20"]))
+    for side in (["--side", "20"], []):
+        assert "18 px of" in sentence(imagenette.main, imagenette.settings([*argv[:-2], *side]))
     path = str(out / "SER-4/rows.json")
     twice = ["--show", path, path, "--out", str(out), *argv[4:], "--seeds", "4", "5"]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     twice[1] = str(out / "others.json")
-    for column in ("flags", "images", "side"):
+    for column in ("flags", "images", "side", "ranks", "bf16"):
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))

@@ -51,6 +51,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
+    assert "0 in b2  -m paper.methods.equimod" in told and "2 in b2  ser.py" in told
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     results = json.loads((out / "SER-5" / "eval.json").read_text())
@@ -69,6 +70,12 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
+
+    # Nor does an evaluation of the run before it had ended, which names its start as well.
+    results["rows"] = [row for row in theirs if row["encoder"] == "untrained"]
+    (out / "SER-5" / "eval.json").write_text(json.dumps(results))
+    words = f"--cache --equivariance --data {tmp_path} --workers 0"
+    assert not sweep.own_rows(f"--checkpoint {out}/SER-5/last.pt {words}".split(), f"{out}/SER-5")
 
 
 @pytest.mark.parametrize("script, flags, told", [

@@ -75,10 +75,12 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
          "--images", "16", "--seed", "70000", *flags)
     assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seeded_encoder(toy())}
+    weights = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
+    weights["untrained"] += f"-{encoders['untrained'].cls_layer}"
     for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        own = {"encoder": name, "weights": eval_linear.fingerprint(encoder)}
-        found = values(tmp_path / "transformations.json", **own, block=layer)
+        place = {"encoder": name, "weights": weights[name], "block": layer}
+        found = values(tmp_path / "transformations.json", **place)
         assert found == pytest.approx(wanted, 1e-4)
