@@ -74,14 +74,12 @@ class Pyramid(nn.Module):
             self.levels.append(level)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        last = self.encoder.depth
         # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
         # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
         with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
             # training, tokens attend to the padding between an image and the batch's largest.
-            tokens = self.encoder(images, [last]).maps[last].movedim(1, -1)
-            x = self.encoder.norm(tokens).movedim(-1, 1)
+            x = eval_linear.map_after(self.encoder, self.encoder.depth, images)
             maps = {str(place): level(x).float() for place, level in enumerate(self.levels)}
 
         maps["pool"] = maps["3"][:, :, ::2, ::2]
@@ -145,8 +143,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     ranks, rank = ser.ranks_and_rank()
     device = next(model.parameters()).device
     # Choice: AdamW with ViTDet's rate and decay; here norms decay, too.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     start = ser.resume(path, run, model, optimizer) if path.exists() else 0
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 

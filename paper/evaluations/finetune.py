@@ -58,9 +58,7 @@ class Classifier(nn.Module):
         add_stochastic_depth(encoder, drop_path)
 
         # Choice: the last [CLS] alone; the probe's four blocks are for features that cannot adapt.
-        self.head = nn.Linear(encoder.dim, classes)
-        nn.init.normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
+        self.head = eval_linear.make_head(encoder.dim, classes)[0]
 
     def forward(self, images: Tensor) -> Tensor:
         with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda):
