@@ -66,27 +66,24 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
-              device: torch.device) -> Namespace:
+def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     """--head, or the one head of this encoder beside the checkpoint: its path, linear (B, K) ->
     (B, C), classes, and what rows say of it, `made`. Exits with one sentence if no head fits, or
     several do."""
     paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
     for path in paths:
-        state = torch.load(path, device, weights_only=True)
+        state = torch.load(path, weights_only=True)
         if state.get("weights") == checkpoint.weights:
             fitting[str(path)] = state
 
-    if not fitting:
-        sys.exit(f"found no head of {args.checkpoint}: eval_linear.py trains one")
-    if len(fitting) > 1:
-        names = ", ".join(sorted(fitting))
-        sys.exit(f"several heads are of {args.checkpoint}; name one by --head: {names}")
+    if len(fitting) != 1:
+        sys.exit(f"{len(fitting)} heads are of {args.checkpoint}: train one by eval_linear.py, or "
+                 f"name one by --head: {', '.join(sorted(fitting))}")
 
     path, state = fitting.popitem()
     classes, width = state["weight"].shape
-    linear = nn.Linear(width, classes).to(device).requires_grad_(False)
+    linear = nn.Linear(width, classes).to(checkpoint.encoder.cls_token).requires_grad_(False)
     linear.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
 
     made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"],
@@ -95,18 +92,14 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint,
 
 
 # ==== ImageNet-C and turned images =======================================================
-def uncropped(encoder: ser.ViT) -> v2.Transform:
-    """Images at the encoder's size. C and P are centre crops already: to enlarge and cut them, as
-    the images of val, would change every result."""
+def transform_of(kind: str, name: str, encoder: ser.ViT) -> v2.Transform:
+    """What brings the images of a set to the encoder's size. C and P are centre crops already: to
+    enlarge and cut them, as the images of val, would change every result."""
     side = encoder.image_size
-    return v2.Resize((side, side))
-
-
-def turned(encoder: ser.ViT, degrees: int) -> v2.Transform:
-    """The centre crop of an image of val, turned counter-clockwise."""
-    crop = eval_linear.eval_transform(encoder.image_size)
-    turn = partial(torch.rot90, k=degrees // 90, dims=(-2, -1))
-    return v2.Compose([crop, turn])
+    if kind != "turned":
+        return v2.Resize((side, side))
+    turn = partial(torch.rot90, k=int(name) // 90, dims=(-2, -1))
+    return v2.Compose([eval_linear.eval_transform(side), turn])
 
 
 def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
@@ -129,13 +122,13 @@ def read_video(path: str) -> Tensor:
     return torch.stack(frames).permute(0, 3, 1, 2)
 
 
-def score_videos(encoder: ser.ViT, head: Namespace, folder: Path,
+def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
                  args: Namespace) -> tuple[list[float], DatasetFolder]:
     """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
     over videos of the mean over their frames (Choice: of all frames); and the videos, which
     ranks share."""
     ranks, rank = ser.ranks_and_rank()
-    videos = DatasetFolder(folder, read_video, (".mp4",), uncropped(encoder))
+    videos = DatasetFolder(folder, read_video, (".mp4",), transform)
     own = Subset(videos, range(rank, len(videos), ranks))
     loader = DataLoader(own, batch_size=None, num_workers=args.workers)
 
@@ -201,18 +194,16 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     folders = {kind: find_sets(kind, root) for kind, root in roots.items() if root}
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "robustness.json")
-    head = load_head(args, checkpoint, device)
     encoder = checkpoint.encoder.to(device)
+    head = load_head(args, checkpoint)
 
     results = {kind: {} for kind in folders}
     sets_of = {kind: {} for kind in folders}     # what rows say of images -> sets that have them
     for kind, sets in folders.items():
         for name, folder in sets.items():     # ten sets of P take hours
-            if kind == "P":
-                scores, data = score_videos(encoder, head, folder, args)
-            else:
-                change = turned(encoder, int(name)) if kind == "turned" else uncropped(encoder)
-                scores, data = score_images(encoder, head, folder, change, args)
+            score = score_videos if kind == "P" else score_images
+            change = transform_of(kind, name, encoder)
+            scores, data = score(encoder, head, folder, change, args)
 
             results[kind][name] = scores
             images = eval_linear.describe({kind: data})

@@ -10,7 +10,6 @@ import torchvision.transforms.functional as TF
 import eval_linear
 import ser
 from paper.evaluations import robustness
-from paper.evaluations.robustness import SETS, table
 from paper.tests.toys import (
     CLASSES, become_rank, call, class_folders, toy_checkpoint, toy_head, values)
 from test_ser import pixels, sentence, write_image
@@ -18,12 +17,12 @@ from test_ser import pixels, sentence, write_image
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     """Of the paper's, too; "nan" is what is missing."""
-    tilt, = [line for line in table("P", {"tilt": (1, 2)}, 9).splitlines() if "tilt" in line]
-    assert tilt.split()[1:] == ["1.00", "2.00", "67.58", "68.60", "87.48", "88.17"]
-    results = {name: (float(place), 90.0) for place, name in enumerate(SETS["C"])}
+    told = robustness.table("P", {"tilt": (1, 2)}, 9).partition("tilt")[2]
+    assert told.split()[:7] == ["1.00", "2.00", "67.58", "68.60", "87.48", "88.17", "scale"]
+    results = {name: (float(place), 90.0) for place, name in enumerate(robustness.SETS["C"])}
     del results["gaussian_noise/3"]
     results["snow/5"] = (89.0, 90.0)     # in place of 39
-    lines = table("C", results, 9).splitlines()
+    lines = robustness.table("C", results, 9).splitlines()
     assert lines[1].split() == ["top-1", "top-5"] + 2 * ["MoCo-v3", "SER"]
     found = {name: cells for name, *cells in map(str.split, lines)}
     assert found["gaussian_noise"][0] == "nan"
@@ -69,7 +68,7 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
 
     def load(*flags):
         args = robustness.settings(["--checkpoint", path, "--c", "C", *flags])
-        return robustness.load_head(args, eval_linear.read_checkpoint(args), torch.device("cpu"))
+        return robustness.load_head(args, eval_linear.read_checkpoint(args))
 
     assert "eval_linear.py" in sentence(load)
     one = toy_head(path, "head-one.pt")
@@ -104,7 +103,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     toy_head(line[1])
     args = robustness.settings(line)
     encoder = eval_linear.read_checkpoint(args).encoder
-    head = robustness.load_head(args, eval_linear.read_checkpoint(args), torch.device("cpu"))
+    head = robustness.load_head(args, eval_linear.read_checkpoint(args))
     scores = []
     resized = []
     for number in range(6):
@@ -130,10 +129,11 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
         assert (given[0] - wanted).abs().max() < 0.02     # 1 of 255
 
     encoder.register_forward_pre_hook(look)
+    resize = robustness.transform_of("P", "tilt", encoder)
     sums = torch.zeros(2)
     for rank in range(2):
         become_rank(monkeypatch, rank)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(10))
-        own, videos = robustness.score_videos(encoder, head, tmp_path / "tilt", args)
+        own, videos = robustness.score_videos(encoder, head, tmp_path / "tilt", resize, args)
         sums += torch.tensor(own)
     assert (sums / 10).tolist() == pytest.approx(wanted) and len(videos) == 6
