@@ -60,7 +60,6 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
 
     own = vars(args) | {"checkpoint": checkpoint.weights, "ranks": ranks, "images": len(images),
                         "checksum_of_names": ser.checksum(sorted(images))}
-    for harmless in ("data", "out", "workers", "save_every"):
-        own.pop(harmless, None)
-
-    return checkpoint.settings | {f"{name}_{key}": value for key, value in own.items()}
+    harmless = ("data", "out", "workers", "save_every")
+    return checkpoint.settings | {
+        f"{name}_{key}": value for key, value in own.items() if key not in harmless}

@@ -111,7 +111,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         features[name] = [version_features(encoder, data, layers, args.workers)
                           for data in (train, test)]
 
-    rows = []
+    rows = {name: [] for name in checkpoints}
     lines = []
     for task, versions in TASKS.items():
         lines.append(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
@@ -121,15 +121,14 @@ def evaluate(args: Namespace, device: torch.device) -> None:
                 value = probe(x[:, :, place], x_test[:, :, place], versions, args.seed)
                 line += f"{value:8.2f}"
                 own = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
-                rows += [row | {"encoder": name} for row in own]
+                rows[name] += [row | {"encoder": name} for row in own]
             lines.append(line)
         if layers == PAPER_LAYERS:
             lines.append(PAPER[task])
 
     images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
     for name, measured in checkpoints.items():
-        own = [row for row in rows if row["encoder"] == name]
-        eval_linear.write(path, own, args, measured, images)
+        eval_linear.write(path, rows[name], args, measured, images)
     print("\n".join(lines))
     print(f"results are in {path}")
 
