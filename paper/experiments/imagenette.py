@@ -35,9 +35,7 @@ RUNS = [
     Run("MoCo-v3", sweep.PLAIN),
     Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
     Run("control", "--weight 0"),
-    Run("SER-0.02", "--weight 0.02"),
-    Run("SER-0.1", "--weight 0.1"),
-    Run("SER-0.25", "--weight 0.25"),
+    *[Run(f"SER-{weight}", f"--weight {weight}") for weight in (0.02, 0.1, 0.25)],
     Run("layer-4", "--weight 0.5 --equiv-layers 4 --cls-layer 4"),
     Run("layer-6", "--weight 0.5 --equiv-layers 6 --cls-layer 0"),
     Run("SER", "--weight 0.5")]
@@ -77,10 +75,9 @@ def source_of(data: str, side: int) -> str:
 
 def plain_attention(words: list[str]) -> None:
     """Run a script with attention by plain products, as PyTorch's is slow in bfloat16 on CPUs."""
-    script, *flags = [word for word in words if word != "-m"]
-    sys.argv = [script, *flags]
+    sys.argv = [word for word in words if word != "-m"]     # the script, then its flags
     with sdpa_kernel(SDPBackend.MATH):
-        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0].removesuffix(".py"), run_name="__main__", alter_sys=True)
 
 
 def show(args: Namespace) -> None:

@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.experiments import convert
-from ser import equivariance_loss, projector
 
 # Choice: SimCLR's jitter at half strength and no blur, as SimCLR has them for small images.
 JITTER = v2.Compose([
@@ -46,7 +45,7 @@ class Model(nn.Module):
         self.vit = timm.models.VisionTransformer(
             64, 8, embed_dim=128, depth=6, num_heads=4, num_classes=0, dynamic_img_size=True)
         self.head = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
-        self.project = projector(128)
+        self.project = ser.projector(128)
 
     def f1(self, images):
         """Images (B, 3, h, w) -> the map (B, D, H, W) after two blocks, without [CLS]."""
@@ -61,7 +60,7 @@ class Model(nn.Module):
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        equiv = equivariance_loss(
+        equiv = ser.equivariance_loss(
             self.f1, self.project, images1, images2, patch=8, shared=shared, elements=elements)
         return inv, equiv
 
@@ -133,9 +132,8 @@ def evaluate(model: Model, args: Namespace) -> None:
     words = ["--data", args.data, "--checkpoint", str(encoder), "--cache", "--seed"]
     for seed in "012":     # of the heads, with which linear accuracy scatters
         rows = eval_linear.evaluate(eval_linear.parse([*words, seed]))
-        most = max(found["classes"] for found in rows)
         for found in rows:
-            if found["classes"] == most:     # among all classes, not those of val alone
+            if found["classes"] == rows[0]["classes"]:     # among all, not those of val alone
                 measure = found["measure"]
                 row[measure] = row.get(measure, 0) + found["value"] / 3
 

@@ -89,10 +89,9 @@ def main(args: Namespace) -> None:
 
     print("norm of the gradient      lambda 0   lambda 10,000")
     for name, gradients in (("release", theirs), ("ours", ours)):
-        zero = gradients(b1, b2, 0)
-        large = gradients(b1, b2, 10_000)
+        of_both = [gradients(b1, b2, weight) for weight in (0, 10_000)]
         for part in ("encoder", "projector"):
-            pair = (zero[part], large[part])
+            pair = [found[part] for found in of_both]
             norms = [f"{one.double().norm():.5g}" if len(one) > 0 else "none" for one in pair]
             verdict = "equal to the bit" if torch.equal(*pair) else "different"
             print(f"{name + ', ' + part:20}{norms[0]:>14}{norms[1]:>16}   {verdict}", flush=True)

@@ -46,10 +46,7 @@ LISTS = {
         Run("layer-6", "--equiv-layers 6 --cls-layer 6"),
         Run("layer-9", "--equiv-layers 9 --cls-layer 9", 68.72),
         Run("layer-12", "--equiv-layers 12 --cls-layer 0", 68.18),
-        Run("CLS-0", "--cls-layer 0"),
-        Run("CLS-1", "--cls-layer 1"),
-        Run("CLS-6", "--cls-layer 6"),
-        Run("CLS-9", "--cls-layer 9"),
+        *[Run(f"CLS-{block}", f"--cls-layer {block}") for block in (0, 1, 6, 9)],
         Run("all-layers", "--equiv-layers 1 2 3 4 5 6 7 8 9 10 11 12", 69.21)],
     "group": [
         Run("no-rot90", "--group hflip scale", 69.17),
@@ -184,9 +181,8 @@ def spread(found: dict, digits: int) -> str:
     """mean ± std over the seeds of `select`. The std of lost seeds is in their row."""
     if not found:
         return "-"
-    rows = list(found.values())
-    values = [row["value"] for row in rows]
-    std = stdev(values) if len(values) > 1 else rows[0].get("std")
+    values = [row["value"] for row in found.values()]
+    std = stdev(values) if len(values) > 1 else found.get(None, {}).get("std")
     text = f"{mean(values):.{digits}f}"
     return text if std is None else f"{text} ± {std:.{digits}f}"
 

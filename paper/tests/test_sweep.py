@@ -10,6 +10,7 @@ import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
 from paper.tests.toys import FLAGS, class_folders, run_scripts_here
+from test_ser import sentence
 
 
 @pytest.mark.parametrize("name", sweep.LISTS)
@@ -24,7 +25,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         with torch.device("meta"):
             model = program.build(settings)
         assert (settings.depth, settings.dim, settings.seed) == (12, 384, 3)
-        trained[str((program, vars(settings) | {"out": ""}))] = settings.ratio
+        trained[str((program, vars(settings) | {"out": ""}))] = (settings.ratio, settings.group)
         known = eval_linear.arguments().parse_args(evaluation[1:])
         assert known.checkpoint == f"{settings.out}/last.pt"
         assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
@@ -33,9 +34,12 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
         if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
             assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
         assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
+        assert "/lambda-" not in settings.out or f"/lambda-{settings.weight:g}-3" in settings.out
         assert "all-layers" not in settings.out or len(model.projectors) == 12
     assert len(trained) == len(lines) / 2 >= 4
-    assert name != "r" or list(trained.values()) == [0.005, 0.02, 0, 0.01]
+    ratios, groups = zip(*trained.values())
+    assert name != "r" or ratios == (0.005, 0.02, 0, 0.01)
+    assert name != "group" or groups[:3] == (["hflip", "scale"], ["scale"], ["hflip"])
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")     # equimod, which is imported
@@ -85,16 +89,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     (sweep, "--list decoupling --depth 6", "--layer 12"),
     (imagenette, "--equiv 2", "--equiv: the run layer-4")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
-    with pytest.raises(SystemExit, match=told):
-        script.settings(["--data", "D", *flags.split()])
-
-
-def test_runs_do_what_they_are_called():
-    for run in sweep.LISTS["lambda"]:
-        assert ser.parse(run.flags.split()).weight == float(run.name.removeprefix("lambda-"))
-    groups = {run.name: ser.parse(run.flags.split()).group for run in sweep.LISTS["group"]}
-    assert groups == {"no-rot90": ["hflip", "scale"], "no-rot90-hflip": ["scale"],
-                      "no-rot90-scale": ["hflip"]}
+    assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
 
 
 def test_rows_are_means_over_evaluations():
