@@ -15,9 +15,8 @@ VALIDATED = ["02691156/b", "02747177/d", "02954340/a", "02954340/c"]
 def args(tmp_path_factory):
     """50 views of each object: red tells the object, green the view, blue the border."""
     root = tmp_path_factory.mktemp("3DIEBench")
-    split = tmp_path_factory.mktemp("split") / "val_images.npy"
+    split = root / "val_images.npy"     # a file, and so no class
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))
-    (root / "LICENSE").touch()
     for number, name in reversed(list(enumerate(OBJECTS))):
         (root / name).mkdir(parents=True)
         (root / name / "latent_0.npy").touch()

@@ -30,10 +30,9 @@ def toy_checkpoint(folder, **settings):
 def toy_head(checkpoint, name="head-toy.pt"):
     """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = Path(checkpoint).with_name(name)
-    settings = dict(data="D", epochs=9, lr=[0.1, 1.0], batch_size=8, cache=True, seed=4)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
-             lr=0.1, weights=weights, settings=settings)
+             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0]})
     return str(path)
 
 
