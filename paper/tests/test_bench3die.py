@@ -51,8 +51,8 @@ def test_the_split_is_that_of_the_list(args):
 
 
 def test_the_command(args, tmp_path, capsys):
-    call(bench3die, "--data", args.data, "--split", args.split, "--epochs", "40",
-         "--batch-size", "8", "--workers", "0", "--checkpoint", toy_checkpoint(tmp_path, dim=64))
+    line = f"--data {args.data} --split {args.split} --epochs 40 --batch-size 8 --checkpoint"
+    call(bench3die, line, toy_checkpoint(tmp_path, dim=64))
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
     told = " ".join(capsys.readouterr().out.split())
     assert "paper: MoCo-v3 68.43 91.96" in told and "AugSelf 64.97 90.73" in told

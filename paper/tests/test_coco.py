@@ -1,4 +1,3 @@
-"""What paper/evaluations/coco.py promises, on squares in the layout of COCO."""
 import json
 from functools import partial
 
@@ -59,9 +58,8 @@ def test_a_small_detector_finds_squares(tmp_path):
         objects.append((category, [i % 5 * 4, i % 7 * 2, side, side], 0))
     write_split(tmp_path, "train2017", objects)
     write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
-    line = f"--data {tmp_path} --checkpoint {path} --size 32 --workers 0".split()
-    line += "--iterations 160 --batch-size 2 --base-lr 3e-3".split()
-    call(coco, *line)
+    line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 160 --batch-size 2"
+    call(coco, line, "--base-lr 3e-3")
 
     found = values(tmp_path / "coco.json", set="val2017", classes=2)
     assert found["AP50"] == pytest.approx(2 / 3, abs=0.06)

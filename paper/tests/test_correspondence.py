@@ -27,7 +27,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     val = class_folders(tmp_path / "val", size=18)
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
-    call(correspondence, "--data", val, "--checkpoint", moco, ours, "--label", "MoCo-v3", "SER")
+    call(correspondence, f"--data {val} --checkpoint {moco} {ours} --label MoCo-v3 SER")
 
     for number in range(3):
         image = ser.read_image(f"{val}/n{number:02}/{number:03}.png")
@@ -50,4 +50,4 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)
     for other in (deeper, larger):
         with pytest.raises(ValueError, match="too many values to unpack"):
-            call(correspondence, "--data", val, "--checkpoint", ours, other)
+            call(correspondence, f"--data {val} --checkpoint {ours} {other}")

@@ -91,8 +91,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"
-    argv = ["--data", f"{tmp_path}/D", "--out", str(out), "--seeds", "4", "--names", "SER",
-            "--bf16", "--workers", "0", "--side", "18"]
+    flags = "--seeds 4 --names SER --bf16 --workers 0 --side 18"
+    argv = f"--data {tmp_path}/D --out {out} {flags}".split()
     imagenette.main(imagenette.settings(argv))
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]

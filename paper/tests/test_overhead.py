@@ -1,6 +1,6 @@
 """What is counted, and that the steps that are timed are those of training."""
 from functools import partial
-from unittest.mock import create_autospec
+from unittest.mock import create_autospec, patch
 
 import pytest
 import torch
@@ -39,14 +39,13 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
 
 
-def test_both_loaders_make_two_views_of_each_image(tmp_path, monkeypatch, capsys):
+def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
+    args = overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split())
     recipe = overhead.T.Compose
-    theirs = create_autospec(recipe.__call__, side_effect=recipe.__call__)
-    ours = create_autospec(ser.sample_view, side_effect=ser.sample_view)
-    monkeypatch.setattr(recipe, "__call__", theirs)
-    monkeypatch.setattr(ser, "sample_view", ours)
-    overhead.time_loader(overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split()))
+    with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
+          patch.object(ser, "sample_view", wraps=ser.sample_view) as ours):
+        overhead.time_loader(args)
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
     shares = {tuple(t.p for t in made.args[0].transforms[3:5]) for made in theirs.call_args_list}

@@ -44,8 +44,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
         write_image(tmp_path / "c/frost/1" / file, image.rot90(3, (1, 2)))
     shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
 
-    call(robustness, "--checkpoint", path, "--workers", "0", "--c", tmp_path / "c",
-         "--turned", tmp_path / "data/val")
+    call(robustness, f"--checkpoint {path} --c {tmp_path}/c --turned {tmp_path}/data/val")
 
     def found(name):
         return values(tmp_path / "robustness.json", set=name)
@@ -86,11 +85,11 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
     (tmp_path / "c/fog/2").mkdir()     # without images
     path = toy_checkpoint(tmp_path)
     toy_head(path)
-    line = ["--checkpoint", path, "--workers", "0", "--c", tmp_path / "c"]
-    assert "/typo" in sentence(call, robustness, *line, "--p", tmp_path / "typo")
+    line = f"--checkpoint {path} --c {tmp_path}/c"
+    assert "/typo" in sentence(call, robustness, line, f"--p {tmp_path}/typo")
 
     with pytest.raises(FileNotFoundError):
-        call(robustness, *line)
+        call(robustness, line)
     top1, _ = json.loads((tmp_path / "robustness.json").read_text())["rows"]
     assert (top1["head"]["lr"], top1["head"]["settings"]["lr"]) == (0.1, [0.1, 1.0])
     assert top1["head"]["fingerprint"] != top1["weights"]

@@ -31,7 +31,7 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
 
     street(tmp_path / "train", 40, 1)
     street(tmp_path / "test", 3, 2)
-    words = ["--data", tmp_path, "--checkpoint", tmp_path / "last.pt", "--size", 16, 24]
+    line = f"--data {tmp_path} --checkpoint {tmp_path}/last.pt --size 16 24"
     seen = []
     heads = []
 
@@ -41,13 +41,13 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
         return heads[-1]
 
     monkeypatch.setattr(segmentation, "train_head", record)
-    call(segmentation, *words, "--turn")
+    call(segmentation, line, "--turn")
     photographs, _, _ = segmentation.load(tmp_path / "train", (16, 24))
     for i in (0, 1, 2, 7):
         one = tokens(encoder, photographs[i:i + 1], i % 4)
         close(seen[0].unflatten(0, (40, 4, 6))[i], one[0], 1e-4)
 
-    call(segmentation, *words)
+    call(segmentation, line)
     photographs, labels, _ = segmentation.load(tmp_path / "test", (16, 24))
     for turns in range(4):
         wanted = score(heads[-1], tokens(encoder, photographs, turns), labels)

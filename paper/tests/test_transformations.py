@@ -56,7 +56,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     assert rates == [1e-3] * 10
 
 
-@pytest.mark.parametrize("flags, layers", [([], (1, 3)), (["--layers", "2"], (2,))])
+@pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2", (2,))])
 def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
         flags, layers, tmp_path, monkeypatch, capsys):
     spread = []
@@ -71,8 +71,8 @@ def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
     monkeypatch.setattr(transformations, "probe", sums)
     monkeypatch.setattr(transformations, "PAPER_LAYERS", [1, 3])
     path = toy_checkpoint(tmp_path)
-    call(transformations, "--data", tmp_path, "--checkpoint", path, "--workers", "0",
-         "--images", "16", "--seed", "70000", *flags)
+    line = f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000"
+    call(transformations, line, flags)
     assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seeded_encoder(toy())}
     weights = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}

@@ -12,7 +12,7 @@ TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
 
 @pytest.mark.parametrize("flags, transform", [
-    (["--ready"], v2.Resize((16, 16))), ([], eval_linear.eval_transform(16))])
+    ("--ready", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
@@ -23,11 +23,10 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     val = class_folders(tmp_path / "val", per_class=12, size=24)
     one = toy_checkpoint(tmp_path / "one")
     two = toy_checkpoint(tmp_path / "two", seed=1)
-    call(tsne, "--data", val, "--checkpoint", one, two, "--label", "A", "B", "--classes=4",
-         "--workers=0", "--seed=2", *flags)
+    call(tsne, f"--data {val} --checkpoint {one} {two} --label A B --classes 4 --seed 2", flags)
 
-    assert "class folders" in sentence(
-        call, tsne, "--data", class_folders(tmp_path / "root/train")[:-6], "--checkpoint", one)
+    root = class_folders(tmp_path / "root/train")[:-6]
+    assert "class folders" in sentence(call, tsne, f"--data {root} --checkpoint {one}")
     data = eval_linear.class_folder(val, transform)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor(data.targets)

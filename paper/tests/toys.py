@@ -37,8 +37,9 @@ def toy_head(checkpoint, name="head-toy.pt"):
 
 
 def call(module, *words):
-    """Run an evaluation as by its command line."""
-    module.main(module.settings, module.evaluate, [str(word) for word in words])
+    """Run an evaluation as by its command line, whose words may also be given together."""
+    line = " ".join(map(str, words))
+    module.main(module.settings, module.evaluate, [*line.split(), "--workers", "0"])
 
 
 @contextlib.contextmanager
