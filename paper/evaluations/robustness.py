@@ -78,8 +78,8 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
             fitting[str(path)] = state
 
     if len(fitting) != 1:
-        sys.exit(f"{len(fitting)} heads are of {args.checkpoint}: train one by eval_linear.py, or "
-                 f"name one by --head: {', '.join(sorted(fitting))}")
+        sys.exit(f"{args.checkpoint} has {len(fitting)} heads, {sorted(fitting)}: train one by "
+                 "eval_linear.py, or name one by --head")
 
     path, state = fitting.popitem()
     classes, width = state["weight"].shape

@@ -3,28 +3,26 @@ from functools import partial
 
 import pytest
 import torch
-from PIL import Image
 
 import ser
 from paper.evaluations import coco
 from paper.tests.toys import become_rank, call, stopped_after_3, toy_checkpoint, values
-from test_ser import close, same
+from test_ser import close, same, write_image
 
 pytest.importorskip("pycocotools")
-COLOURS = {3: (255, 220, 0), 90: (0, 80, 255)}     # of categories, with a gap as COCO's have
+COLOURS = {3: [[[255]], [[220]], [[0]]], 90: [[[0]], [[80]], [[255]]]}     # a gap, as in COCO
 
 
 def write_split(root, name, objects):
     """Images of 32 x 32 pixels, whose ids go down. objects: category, box, if it is a crowd."""
     index = {"images": [], "annotations": [], "categories": [{"id": 3}, {"id": 90}]}
-    (root / name).mkdir()
     for place, (category, box, crowd) in enumerate(objects):
         left, top, width, height = box
-        picture = Image.new("RGB", (32, 32))
-        picture.paste(COLOURS[category], (left, top, left + width, top + height))
+        picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
+        picture[:, top:top + height, left:left + width] = torch.tensor(COLOURS[category])
         number = len(objects) - place
         file = f"{number:012}.png"
-        picture.save(root / name / file)
+        write_image(root / name / file, picture)
         index["images"].append(dict(id=number, file_name=file, width=32, height=32))
         index["annotations"].append(dict(
             id=number, image_id=number, category_id=category, bbox=box,

@@ -1,4 +1,3 @@
-"""Encoders go to timm and come from it with equal outputs."""
 import pytest
 import torch
 

@@ -1,4 +1,3 @@
-"""The comparison on imagenette: its runs, their rows, and what it shows of them."""
 import json
 import re
 
@@ -10,7 +9,7 @@ import eval_linear
 import ser
 from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
-from test_ser import sentence
+from test_ser import sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
@@ -42,10 +41,9 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
 
 
 def test_copies_are_centre_squares(tmp_path):
-    (tmp_path / "D/train/n01").mkdir(parents=True)
-    image = Image.new("RGB", (30, 20), "red")
-    image.paste("blue", (5, 0, 25, 20))     # the square in the centre
-    image.save(tmp_path / "D/train/n01/1.png")
+    image = torch.zeros(3, 20, 30, dtype=torch.uint8)
+    image[2, :, 5:25] = 255     # the square in the centre is blue
+    write_image(tmp_path / "D/train/n01/1.png", image)
     (tmp_path / "D/train/n01/.DS_Store").touch()
     (tmp_path / "out/copies.unfinished/train/n02").mkdir(parents=True)     # was stopped
     imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)

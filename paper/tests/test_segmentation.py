@@ -59,18 +59,15 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     assert images.startswith("train: 40 images") and ", test: 3 images" in images
 
 
-@pytest.mark.parametrize("label", [torch.full((1, 8, 8), 12), torch.full((3, 8, 8), 1)])
-def test_labels_are_not_colours_and_at_most_eleven(label, tmp_path):
-    street(tmp_path / "train", 1, 1)
-    write_image(tmp_path / "trainannot" / "0.png", label.byte())
-    with pytest.raises(ValueError, match="0.png: its pixels"):
-        segmentation.load(tmp_path / "train", (16, 24))
-
-
-def test_a_resized_label_is_that_of_a_pixel_and_no_mixture(tmp_path):
+def test_labels_are_those_of_a_pixel_no_colours_and_at_most_eleven(tmp_path):
     names = street(tmp_path / "train", 3, 1)
     _, labels, _ = segmentation.load(tmp_path / "train", (4, 6))
-    assert labels.equal(names)
+    assert labels.equal(names)     # resized, and no mixtures
+
+    for wrong in (torch.full((1, 8, 8), 12), torch.full((3, 8, 8), 1)):
+        write_image(tmp_path / "trainannot" / "0.png", wrong.byte())
+        with pytest.raises(ValueError, match="0.png: its pixels"):
+            segmentation.load(tmp_path / "train", (4, 6))
 
 
 def test_a_head_is_trained_with_a_cosine(monkeypatch):

@@ -1,4 +1,3 @@
-"""Lists of runs: their command lines, and the table of what was found."""
 import importlib
 import json
 import re
