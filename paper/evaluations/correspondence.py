@@ -54,10 +54,11 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     runs = load_several(args)
     path = eval_linear.results_path(args, "correspondence.png")
-    # The block that L_equiv regularised in SER's run, before its projector; the same of others. It
-    # is a ValueError if runs have L_equiv after several blocks, or several sizes.
-    (layer,) = {layer for run in runs for layer in run.settings["equiv_layers"]}
-    ((size, _),) = {(run.encoder.image_size, run.encoder.patch_size) for run in runs}
+    # The block that L_equiv regularised in SER's run, before its projector; the same of others.
+    layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
+    sizes = {(run.settings["image_size"], run.settings["patch_size"]) for run in runs}
+    (layer,) = layers         # a ValueError if the runs have L_equiv after several blocks,
+    ((size, _),) = sizes      # or images or patches of several sizes
 
     # Chosen before looking: the first photograph of three classes.
     as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))

@@ -73,7 +73,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
     for path in paths:
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, "cpu", weights_only=True)
         if state.get("weights") == checkpoint.weights:
             fitting[str(path)] = state
 
