@@ -66,9 +66,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     columns = 2 + len(runs)
     figure = Figure(figsize=(2.4 * columns, 7.6), layout="constrained")
-    panels = figure.subplots(3, columns)
-    for panel in panels.flat:
-        panel.set(xticks=[], yticks=[])
+    panels = figure.subplots(3, columns, subplot_kw={"xticks": [], "yticks": []})
 
     for label, row in enumerate(panels):
         index = as_seen.targets.index(label)
