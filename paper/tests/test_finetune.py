@@ -109,8 +109,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
     assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
 
 
-def test_a_finished_head_is_scored_again_and_not_trained_on_other_images(
-        done, tmp_path, capsys, monkeypatch):
+def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, capsys, monkeypatch):
     whole, line = done
     load = eval_linear.load_sets
     monkeypatch.setattr(eval_linear, "load_sets", lambda *a: load(*a)._replace(centre_crops=None))

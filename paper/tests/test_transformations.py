@@ -57,8 +57,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2", (2,))])
-def test_the_command_measures_each_layer_of_other_images_than_it_trains_on(
-        flags, layers, tmp_path, monkeypatch, capsys):
+def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeypatch, capsys):
     spread = []
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
