@@ -223,6 +223,12 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
+def autocast(x: Tensor) -> torch.autocast:
+    """Choice: matrix products in bfloat16 on those GPUs that have it, in float32 elsewhere."""
+    bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.autocast(x.device.type, torch.bfloat16, bf16)
+
+
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     """Images (B, 3, S, S) uint8 -> features (B, K) in fp32: [CLS] after each of the last four
@@ -230,8 +236,7 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     [CLS] enters later, of those that have it; and all of them after the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last_four = range(encoder.depth - 3, encoder.depth + 1)
-    bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    with torch.autocast(x.device.type, torch.bfloat16, bf16):     # Choice: on GPUs
+    with autocast(x):
         cls_at = encoder(x, last_four).cls_at
         tokens = [encoder.norm(cls) for cls in cls_at.values()]
     return torch.cat(tokens, dim=1).float()
@@ -277,7 +282,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
     train and val: features and labels of centre crops. With --cache, heads learn from `train`.
     Without it, random crops are encoded anew for each epoch: ranks share this, and then each
-    of them trains all heads. On ImageNet, features of a ViT-S are 8 GB, and up to three sets of
+    of them trains all heads. On ImageNet, features of a ViT-S are 8 GB, and up to two sets of
     them are on a GPU. `log` gets a line for each epoch."""
     x_train, y_train = train
     x_val, y_val = val
@@ -301,6 +306,7 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if not args.cache:
             crops = Seeded(sets.random_crops, args.seed, epoch)
+            x_train = None     # frees those of the epoch before
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))

@@ -32,7 +32,6 @@ Axes:
     D K      width of the encoder, width of a projection
 """
 import copy
-import glob
 import json
 import math
 import os
@@ -628,7 +627,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
         # rank * B + i of the keys.
         _, rank = ranks_and_rank()
         i = torch.arange(len(z), device=z.device)
-        logits[i, :, rank * len(z) + i] = -torch.inf
+        # A plain number in the place of this tensor would make the host wait for a GPU.
+        logits[i, :, rank * len(z) + i] = logits.new_full((), -torch.inf)
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         negatives = logits.flatten(2).logsumexp(2)                         # (B, N)
@@ -972,7 +972,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    run = settings | {"steps": steps, "b2": ranks * b2_per_rank(args, ranks)}
+    run = settings | {
+        "steps": steps, "b2": ranks * b2_per_rank(args, ranks), "device": device.type}
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
         print_plan(Namespace(**run), start)
@@ -1031,11 +1032,17 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         for other in ("val", "val2017", "test", "test2017"):
             if Path(root, other).is_dir():
                 sys.exit(f"--data {root} has {other}/ but no train/: name the training images")
-    files = sorted(glob.glob("**", root_dir=root, recursive=True))     # follows links
-    images = [name for name in files if name.lower().endswith(ENDINGS)]
+
+    images = []
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]     # to be entered
+        images += [f"{folder}/{name}" for name in files
+                   if name.lower().endswith(ENDINGS) and not name.startswith(".")]
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(ENDINGS)}) below {root}")
-    return [f"{root}/{name}" for name in images], checksum(images)
+
+    images.sort()
+    return images, checksum([path.removeprefix(f"{root}/") for path in images])
 
 
 def checksum(names: Sequence[str]) -> str:
@@ -1152,7 +1159,8 @@ def print_plan(run: Namespace, start: int) -> None:
           f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of "
           f"{run.steps}")
 
-    layers = f"[CLS] enters after block {run.cls_layer}"
+    precision = "bfloat16" if run.bf16 else "float32"
+    layers = f"{run.ranks} x {run.device} in {precision}; [CLS] enters after block {run.cls_layer}"
     if run.equiv_layers:
         # The value where all embeddings are equal, and no view is scaled.
         tokens = (run.image_size // run.patch_size) ** 2

@@ -76,7 +76,7 @@ class Pyramid(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
         # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
-        with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda):
+        with eval_linear.autocast(images):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
             # training, tokens attend to the padding between an image and the batch's largest.
             x = eval_linear.map_after(self.encoder, self.encoder.depth, images)

@@ -61,7 +61,7 @@ class Classifier(nn.Module):
         self.head = eval_linear.make_head(encoder.dim, classes)[0]
 
     def forward(self, images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16, images.is_cuda):
+        with eval_linear.autocast(images):
             x = ser.normalise(images / 255)
             cls = self.encoder(x).cls
         return self.head(cls.float())     # in bfloat16, classes would tie
@@ -106,7 +106,8 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
         order = torch.randperm(len(data), generator=ser.rng(args.seed, "finetune", epoch))
         own = order[rank:per_epoch * args.batch_size:ranks].tolist()
         crops = eval_linear.Seeded(data, args.seed, epoch)
-        loader = DataLoader(crops, args.batch_size // ranks, sampler=own, num_workers=args.workers)
+        loader = DataLoader(crops, args.batch_size // ranks, sampler=own, num_workers=args.workers,
+                            pin_memory=device.type == "cuda")
 
         for step, (images, labels) in enumerate(loader, epoch * per_epoch):
             lr = ser.learning_rate(args, step / per_epoch)
@@ -115,8 +116,8 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
 
             # Stochastic depth samples from this seed.
             torch.manual_seed(ser.seed_of(args.seed, "finetune", step, rank))
-            logits = parallel(images.to(device))
-            loss = loss_of(logits, labels.to(device))
+            logits = parallel(images.to(device, non_blocking=True))
+            loss = loss_of(logits, labels.to(device, non_blocking=True))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
