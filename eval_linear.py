@@ -79,7 +79,8 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # What asks for heads is --mlp, --cache, or no flag at all.
+    # What asks for heads is --mlp, --cache, or no flag at all. The line comes before the last one,
+    # by which synthetic images have --cache without asking for heads.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
@@ -114,8 +115,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run. Its weights are those of any run with this seed, so the
-    fingerprint also tells where [CLS] enters."""
+    """The start of a checkpoint's run. Runs of one seed start with the same weights even where
+    [CLS] enters elsewhere, so the fingerprint ends with that block."""
     encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
     weights = f"{fingerprint(encoder)}-{encoder.cls_layer}"
     return Checkpoint(encoder, weights, 0, checkpoint.settings)
@@ -165,8 +166,9 @@ def class_folder(root: str | Path, transform: Callable | None,
         if name not in names:
             sys.exit(f"{root}: the training images have no class {name}")
 
+    # ImageFolder counts the classes of this folder alone.
     labels = [names.index(name) for name in folder.classes]
-    folder.samples = [(path, labels[place]) for path, place in folder.samples]
+    folder.samples = [(path, labels[own]) for path, own in folder.samples]
     return folder
 
 
@@ -188,7 +190,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # In a table of results, "train" or "crops" would read as the training images.
+        # Rows call the training images "train", and "crops" could be read as theirs.
         if not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)

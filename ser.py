@@ -18,7 +18,7 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
     torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
 
-Sections 1 to 6 are the method. If you read for it, leave out the jitter, which ends section 2.
+Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
 it leaves open, and `Choice, unlike` where we depart from it. 4.1 keeps MoCo-v3's settings, which
 are those of its code and of the ViT-S command in its CONFIG.md. "The release" is the authors'
@@ -65,7 +65,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling to a given size."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling brings maps
+    of any size to the same grid, so it is not undone, see `relative`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -76,8 +77,7 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    A kind of motion that is not among `elements` is sampled as well, and then undone, so that
-    the others are what they would be with it."""
+    All kinds are sampled; those that are not among `elements` are then set to no motion."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -118,22 +118,19 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Turns are made of half turns and quarter turns, as turns = 2 * half + quarter. Of each kind
-    # of motion, a flag says which images make it. The three flags go to the device together.
-    flags = torch.stack([g.flip, g.turns % 4 >= 2, g.turns % 2 == 1])     # (3, B)
-    flags = flags.to(x.device, non_blocking=True)
-    flip, half, quarter = flags.view(3, -1, 1, 1, 1)                      # (B, 1, 1, 1) each
+    def column(flags: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), on the device of x
+        return flags.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
 
-    # A flip and a half turn leave the shape as it is.
-    x = torch.where(flip, x.flip(-1), x)
-    x = torch.where(half, x.flip((-2, -1)), x)
+    # A flip and a half turn leave the shape as it is, so the flags choose at once.
+    x = torch.where(column(g.flip), x.flip(-1), x)
+    x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
-    # A quarter turn exchanges the sides, so the turned maps and the others are brought to one
-    # size before the flag chooses. `rot90` leaves the numbers in another order in memory, in
-    # which convolutions round differently; `contiguous` restores the usual one.
+    # What is left of an odd number of turns is a quarter turn. It exchanges the sides, so all
+    # maps are brought to one size, turned and as they are, before the flags choose. `rot90` only
+    # exchanges strides, and convolutions round differently with these; `contiguous` prevents it.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    return torch.where(quarter, resize(turned, size), resize(x, size))
+    return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
@@ -234,7 +231,7 @@ SOLARIZE_FROM = 128 / 255
 
 
 class ViewSettings(NamedTuple):
-    """How a view is made, as far as that is not the same for all."""
+    """Settings of a view that differ, between the views of T or between runs."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -245,20 +242,20 @@ class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. For a batch, each
     field is a tensor (B,), which the loader's collate function makes of the numbers."""
     # The crop and its flip, which some baselines in paper/methods predict. b2 has none.
-    top: float = 0.0           # shares of the image
-    left: float = 0.0
-    height: float = 1.0
-    width: float = 1.0
-    flip: bool = False
+    top: float | Tensor = 0.0           # shares of the image
+    left: float | Tensor = 0.0
+    height: float | Tensor = 1.0
+    width: float | Tensor = 1.0
+    flip: bool | Tensor = False
 
     # The photometric jitter.
-    brightness: float = 1.0    # factors
-    contrast: float = 1.0
-    saturation: float = 1.0
-    hue: float = 0.0           # shift, share of the colour circle
-    gray: bool = False
-    blur: float = 0.0          # standard deviation, pixels; 0 is none
-    solarize: bool = False
+    brightness: float | Tensor = 1.0    # factors
+    contrast: float | Tensor = 1.0
+    saturation: float | Tensor = 1.0
+    hue: float | Tensor = 0.0           # shift, share of the colour circle
+    gray: bool | Tensor = False
+    blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
+    solarize: bool | Tensor = False
 
 
 def sample_view(image: Tensor, settings: ViewSettings,
@@ -341,7 +338,8 @@ class View(NamedTuple):
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels (B, 3, S, S)
-    uint8 of b1, then b2, on the device, and their Augmentation on the CPU."""
+    uint8 of b1, then b2, on the device, and their Augmentation on the CPU. The data set gives
+    the views of one image, of which the loader's collate function makes this."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
@@ -425,7 +423,8 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     # Let k count from the hue where it begins to fall, which is 1 for red, 3 for green and 5 for
     # blue. The channel falls until k = 1, stays low until 3, and has risen at 4:
     #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # with the offsets 5, 3 and 1.
+    # with the offsets 5, 3 and 1. Green has hue 2, so k is 1, 5 and 3, and the channels are low,
+    # high and low.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -574,7 +573,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """What `gather` does when there are several ranks."""
+    """`dist.all_gather` with a gradient, which it has not by itself."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -779,7 +778,9 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 
 def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
-    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        description="Without --data, other defaults hold, those of SMALL in ser.py.")
 
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
@@ -803,7 +804,7 @@ def arguments() -> ArgumentParser:
     add("--equiv-layers", count, [3],
         "blocks with L_equiv: the last of f1 in the paper's main setting", nargs="+")
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; 0: no b2. Of 256 images .06, so that b2 has 15 of them")
+        "r, share of b2 in a batch; .06 for 256 images, so that b2 has 15; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
@@ -831,7 +832,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    if not parser.parse_known_args(argv)[0].data:
+    if not parser.parse_known_args(argv)[0].data:     # which the defaults depend on
         parser.set_defaults(**small)
     args = parser.parse_args(argv)
 
@@ -1006,7 +1007,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            # The encoder is in the model, too; by itself, any program finds it.
+            # The encoder is in the model, too, but under a name that depends on the method.
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
@@ -1035,7 +1036,8 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     images = []
     for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]     # to be entered
+        # Those that stay in the list are entered.
+        folders[:] = [name for name in folders if not name.startswith(".")]
         images += [f"{folder}/{name}" for name in files
                    if name.lower().endswith(ENDINGS) and not name.startswith(".")]
     if not images:
@@ -1160,14 +1162,14 @@ def print_plan(run: Namespace, start: int) -> None:
           f"{run.steps}")
 
     precision = "bfloat16" if run.bf16 else "float32"
-    layers = f"{run.ranks} x {run.device} in {precision}; [CLS] enters after block {run.cls_layer}"
+    line = f"{run.ranks} x {run.device} in {precision}; [CLS] enters after block {run.cls_layer}"
     if run.equiv_layers:
         # The value where all embeddings are equal, and no view is scaled.
         tokens = (run.image_size // run.patch_size) ** 2
         chance = math.log(1 + 2 * tokens * (run.b2 - 1))
         blocks = ", ".join(map(str, run.equiv_layers))
-        layers += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
-    print(layers)
+        line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
+    print(line)
 
 
 def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
