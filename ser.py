@@ -1007,7 +1007,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            # The encoder is in the model, too, but under a name that depends on the method.
             save(path, step=done, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
