@@ -1029,9 +1029,6 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     root = Path(args.data, "train")
     if not root.is_dir():
         root = Path(args.data)
-        for other in ("val", "val2017", "test", "test2017"):
-            if Path(root, other).is_dir():
-                sys.exit(f"--data {root} has {other}/ but no train/: name the training images")
 
     images = []
     for folder, folders, files in os.walk(root, followlinks=True):
