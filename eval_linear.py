@@ -9,11 +9,11 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
     --mlp             MLPs in place of linear heads, also with --cache
     --knn             20-NN alone, in minutes
-    --equivariance    equivariance after every block, alone or beside what other flags ask for
+    --equivariance    equivariance after every block, alone or beside what other flags ask for.
+                      All is measured for the untrained encoder of the run, too
 
-With --equivariance, the untrained encoder that the run began with is evaluated, too. Without
---data, images are synthetic and heads learn from centre crops. Then the equivariance of both
-encoders is measured without that flag as well, but of turns and after one block alone.
+Without --data, images are synthetic, and heads learn from centre crops. The untrained encoder is
+then evaluated in any case, and so is equivariance, but of turns and after one block alone.
 
 Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
 encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
@@ -79,8 +79,8 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
 
-    # What asks for heads is --mlp, --cache, or no flag at all. The line comes before the last one,
-    # by which synthetic images have --cache without asking for heads.
+    # Heads are trained if --mlp, --cache or no flag is given. On synthetic images they have --cache
+    # without being asked for, so that is set last.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     args.with_equivariance = args.equivariance or synthetic
     args.cache = args.cache or synthetic
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str] | None = None,
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint, or of the start of its run."""
     encoder: ViT        # in eval mode
-    weights: str        # their fingerprint
+    fingerprint: str    # of its weights
     step: int
     settings: dict      # of the training
 
@@ -101,6 +101,9 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
+        if state["step"] < state.get("steps", 0):
+            print(f"{args.checkpoint} is of a run that has not ended, after step "
+                  f"{state['step']} of {state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
     if ranks > 1:
         dist.broadcast_object_list(states)
@@ -118,8 +121,8 @@ def untrained(checkpoint: Checkpoint) -> Checkpoint:
     """The start of a checkpoint's run. Runs of one seed start with the same weights even where
     [CLS] enters elsewhere, so the fingerprint ends with that block."""
     encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
-    weights = f"{fingerprint(encoder)}-{encoder.cls_layer}"
-    return Checkpoint(encoder, weights, 0, checkpoint.settings)
+    text = f"{fingerprint(encoder)}-{encoder.cls_layer}"
+    return Checkpoint(encoder, text, 0, checkpoint.settings)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -160,7 +163,7 @@ def class_folder(root: str | Path, transform: Callable | None,
     folder = ImageFolder(root, transform, loader=ser.read_image)
 
     names = list(classes or folder.classes)     # of labels 0, 1, ...
-    if not set(names) & set(folder.classes):
+    if not set(names) & set(folder.classes):    # as in ImageNet-V2
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
@@ -191,8 +194,10 @@ def load_sets(args: Namespace, size: int) -> Sets:
     for test in args.test:
         name, _, folder = test.partition("=")
         # Rows call the training images "train", and "crops" could be read as theirs.
-        if not folder or name in ("train", "crops", *tests):
-            sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
+        taken = ["train", "crops", *tests]
+        if not folder or name in taken:
+            sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
+                     f"{', '.join(taken)}")
         tests[name] = class_folder(folder, centre, classes)
     return Sets(classes, centre_crops, class_folder(train, random_crop), tests)
 
@@ -233,9 +238,9 @@ def autocast(x: Tensor) -> torch.autocast:
 
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Images (B, 3, S, S) uint8 -> features (B, K) in fp32: [CLS] after each of the last four
-    blocks (4.1), in their order, so that the last D columns are of the last block. Choice: where
-    [CLS] enters later, of those that have it; and all of them after the final LayerNorm."""
+    """Images (B, 3, S, S) uint8 -> features (B, 4 D) in fp32: [CLS] after each of the last four
+    blocks (4.1), in their order, so that the last D columns are of the last block. Choice: they
+    pass the final LayerNorm. Choice: a block that [CLS] has not entered is left out."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last_four = range(encoder.depth - 3, encoder.depth + 1)
     with autocast(x):
@@ -245,13 +250,13 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
 
 
 def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
-    """Features (n, K) and labels (n,) of a set, on every rank. Each rank fills in its own images
+    """Features (n, 4 D) and labels (n,) of a set, on every rank. Each rank fills in its own images
     and leaves zeros for the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
-    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim     # K
+    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
@@ -475,8 +480,8 @@ def read_results(path: Path) -> dict:
 
 
 def key_of(row: dict) -> dict:
-    """A row without its value."""
-    return {name: cell for name, cell in row.items() if name != "value"}
+    """A row without its value, and without the code that measured it."""
+    return {name: cell for name, cell in row.items() if name not in ("value", "code")}
 
 
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
@@ -485,13 +490,15 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     them. A row replaces the older one that has the same key."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
-    results["checkpoints"][checkpoint.weights] = training
+    results["checkpoints"][checkpoint.fingerprint] = training
 
-    made_by = {"weights": checkpoint.weights, "settings": vars(args), "images": images}
+    made_by = {
+        "weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
+        "code": ser.checksum([ser.CODE, Path(__file__).read_text()])}
     for row in rows:
-        row = made_by | row
-        others = [old for old in results["rows"] if key_of(old) != key_of(row)]
-        results["rows"] = [*others, row]
+        new = made_by | row
+        others = [old for old in results["rows"] if key_of(old) != key_of(new)]
+        results["rows"] = [*others, new]
 
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1))
@@ -597,8 +604,8 @@ def evaluate(args: Namespace) -> list[dict]:
 
     rows = []
     kept = {}
-    for name, (encoder, *_) in checkpoints.items():
-        encoder.to(device)
+    for name, measured in checkpoints.items():
+        encoder = measured.encoder.to(device)
         own = []
         if args.with_heads or args.knn:
             own, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
@@ -615,9 +622,10 @@ def evaluate(args: Namespace) -> list[dict]:
             own = [row for row in rows if row["encoder"] == name]
             write(path, own, args, measured, images)
         if kept:
-            made_by = {"weights": checkpoint.weights, "settings": vars(args)}
-            name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-            ser.save(path.with_name(f"head-{name}.pt"), **kept, **made_by)
+            made_by = {
+                "weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
+            key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
+            ser.save(path.with_name(f"head-{key}.pt"), **kept, **made_by)
         print_table(rows)
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows

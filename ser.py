@@ -20,14 +20,14 @@ Usage:
 
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
-it leaves open, and `Choice, unlike` where we depart from it. 4.1 keeps MoCo-v3's settings, which
-are those of its code and of the ViT-S command in its CONFIG.md. "The release" is the authors'
+it leaves open, and `Choice, unlike` where we depart from it. 4.1 keeps the settings of MoCo-v3,
+for which we read its code and the ViT-S command in its CONFIG.md. "The release" is the authors'
 code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
     R        ranks, the processes of torchrun, one for each GPU
-    C h w    channels (3 of pixels), rows and columns of images; S x S for a square view
+    C h w    channels (3 in images), rows and columns of images; S x S for a square view
     N H W    tokens of a map, its rows and its columns; N = H W
     D K      width of the encoder, width of a projection
 """
@@ -65,8 +65,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling brings maps
-    of any size to the same grid, so it is not undone, see `relative`."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored by
+    the grid that it leads to, so maps of any size are brought there by one resize."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns
 
@@ -105,7 +105,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # PyTorch does not resize half precision on a CPU, so it goes through float32 everywhere.
+    # PyTorch does not resize half precision on a CPU, so half precision goes through float32.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -126,8 +126,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
     # What is left of an odd number of turns is a quarter turn. It exchanges the sides, so all
-    # maps are brought to one size, turned and as they are, before the flags choose. `rot90` only
-    # exchanges strides, and convolutions round differently with these; `contiguous` prevents it.
+    # maps are brought to one size, turned and as they are, before the flags choose. `rot90` gives
+    # transposed memory, with which convolutions round differently, so it is copied.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -143,8 +143,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Choice: a scaling resizes to a given grid, so only the last one counts, that of view 2. To
-    # undo that of view 1 before would resample once more, and lead to the same grid.
+    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize, to the grid
+    # of view 2. Two resizes would lead to the same grid, and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -180,10 +180,10 @@ def rng(*names: Any) -> torch.Generator:
 
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
-    """B2, the images of b2 on a rank."""
+    """B2, how many images of b2 a rank has."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its
-    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. `round` would take a
-    # half to the even number.
+    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. (Python's `round`
+    # would make 2 of 2.5.)
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -207,9 +207,16 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         yield items + [(epoch, index, True) for index in b2]
 
 
-# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and
-# samples what is of one image alone. `make_views` samples the motions, moves b2 and makes the
-# jitter, on the device, as CPU cores would take longer for it than for reading and cropping.
+# From items to views:
+#
+#     Dataset       an item -> of each view, its pixels (3, S, S) and an Augmentation, of numbers
+#     the loader    items of a batch -> of each view, pixels (B, 3, S, S) and an Augmentation, of
+#                   tensors (B,), by PyTorch's collate function
+#     make_views    these -> of each view, a View, where b2 is moved, and all images jittered
+#
+# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and samples
+# crops and jitter. `make_views` samples the motions, moves b2 and makes the jitter. It does so on
+# the device, as CPU cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -231,7 +238,7 @@ SOLARIZE_FROM = 128 / 255
 
 
 class ViewSettings(NamedTuple):
-    """Settings of a view that differ, between the views of T or between runs."""
+    """Settings of a view that differ between view 1 and view 2, or between runs."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -240,8 +247,8 @@ class ViewSettings(NamedTuple):
 
 class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. For a batch, each
-    field is a tensor (B,), which the loader's collate function makes of the numbers."""
-    # The crop and its flip, which some baselines in paper/methods predict. b2 has none.
+    field is a tensor (B,)."""
+    # The crop and its flip, for those baselines in paper/methods that predict them. b2 has none.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -263,6 +270,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
     """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was sampled for
     it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
     aug = Augmentation()
+    flip = False
     if not in_b2:
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, ASPECT)
@@ -272,7 +280,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
 
     # Paper: 3.2, b2 is not cropped. Choice: it becomes a square, which rho_g resizes again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
-    if aug.flip:
+    if flip:
         pixels = pixels.flip(-1)
 
     if random.random() < P_COLOUR:
@@ -338,8 +346,7 @@ class View(NamedTuple):
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels (B, 3, S, S)
-    uint8 of b1, then b2, on the device, and their Augmentation on the CPU. The data set gives
-    the views of one image, of which the loader's collate function makes this."""
+    uint8 of b1, then b2, on the device, and their Augmentation, on the CPU."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
@@ -384,8 +391,9 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    # These are the operations of torchvision's colour jitter, but each image has a factor of its
-    # own. A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+    # These are the operations of torchvision's colour jitter, but on floats, where MoCo-v3 has
+    # bytes, and with a factor of its own for each image. A factor of 1, or a hue shift of 0, leaves
+    # an image as it is, bit for bit.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (column(aug.brightness) * x).clamp(0, 1)
@@ -501,10 +509,11 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3, whose patch embedding is random and frozen.
+        # Paper: 4.1, as MoCo-v3: Xavier's weights, where q, k and v count as three matrices, and
+        # a patch embedding that stays random.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
-                matrices = 3 if name.endswith("qkv") else 1     # q, k and v, each by itself
+                matrices = 3 if name.endswith("qkv") else 1
                 for matrix in module.weight.flatten(1).chunk(matrices):
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
@@ -556,8 +565,9 @@ def encode_view(encoder: ViT, view: View,
 # (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations", which
 # may mean other tokens of the same image, too.)
 #
-# Paper: 3.3 stops no gradient. In the release, all tokens pass a gather that stops it, so its
-# L_equiv trains nothing (builder/moco.py, lines 956 and 1067). README.md shows this.
+# Paper: 3.3, the gradient passes through anchors and keys of both views. In the release, all
+# tokens pass a gather that stops it, so its L_equiv trains nothing (builder/moco.py, lines 956
+# and 1067). README.md shows this.
 #
 # `patch_ntxent` compares tokens, `layer_loss` moves and projects the maps before, and
 # `SER.l_equiv` in section 6 does so for all layers. `equivariance_loss` is for other code.
@@ -573,7 +583,8 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient, which it has not by itself."""
+    """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
+    torch.distributed.nn is undocumented."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -624,10 +635,10 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
 
         # The 2N tokens of an anchor's own image are no negatives. Image i of this rank is image
         # rank * B + i of the keys.
-        _, rank = ranks_and_rank()
-        i = torch.arange(len(z), device=z.device)
-        # A plain number in the place of this tensor would make the host wait for a GPU.
-        logits[i, :, rank * len(z) + i] = logits.new_full((), -torch.inf)
+        ranks, rank = ranks_and_rank()
+        numbers = torch.arange(len(keys), device=z.device)
+        own = numbers.chunk(ranks)[rank][:, None] == numbers               # (B, R B)
+        logits.masked_fill_(own[:, None, :, None], -torch.inf)
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         negatives = logits.flatten(2).logsumexp(2)                         # (B, N)
@@ -653,7 +664,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: takes images of any size to maps (B, D, h / patch, w / patch), with patch in pixels.
+    f1: a module or a function, which takes images of any size to maps (B, D, h / patch,
+        w / patch), with patch in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control without motion."""
     grid = min(images1.shape[2:]) // patch
@@ -672,7 +684,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: BatchNorm takes b1 and b2 of all GPUs together, as the loss does.
+    # Choice: its statistics are of b1 and b2 together, as the loss is, and of all GPUs, for which
+    # `train` makes it a SyncBatchNorm.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -974,7 +987,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
     run = settings | {
-        "steps": steps, "b2": ranks * b2_per_rank(args, ranks), "device": device.type}
+        "steps": steps, "b2": ranks * b2_per_rank(args, ranks), "device": device.type, "code": CODE}
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
         print_plan(Namespace(**run), start)
@@ -1007,7 +1020,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, settings=settings, model=model.state_dict(),
+            save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
@@ -1046,6 +1059,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 def checksum(names: Sequence[str]) -> str:
     """A short text that tells one list of names from another."""
     return f"{zlib.crc32(os.fsencode('/'.join(names))):08x}"
+
+
+CODE = checksum([Path(__file__).read_text()])     # tells this file from one with other lines
 
 
 def read_image(path: str) -> Tensor:

@@ -942,7 +942,7 @@ def killed_run(_, folder, out):
 def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         start_processes(killed_run, (folder, tmp_path), start_method="forkserver")
-    assert last(tmp_path)["step"] == 3
+    assert [last(tmp_path)[name] for name in ("step", "steps")] == [3, 10]
     ser.train(toy(folder, tmp_path, save_every=3))
 
     ours = last(tmp_path)
@@ -956,7 +956,8 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
-    facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
+    facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu",
+                 code=ser.CODE)
     wanted = vars(toy(folder, whole_run, workers=1)) | facts
     assert wanted.items() <= first.items()
     for line in lines:
@@ -1420,6 +1421,7 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     described = f"few: {len(names)} images {zlib.crc32('/'.join(names).encode()):08x}"
     images = results_of(tmp_path)["rows"][0]["images"]
     assert images.startswith("train: 33 images ") and images.endswith(described)
+    assert head["images"] == images
 
 
 @pytest.fixture(scope="module")
@@ -1512,28 +1514,31 @@ def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoi
     assert any(row["encoder"] == "untrained" for row in rows) == (blocks > 0)
 
 
-def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path):
+def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
+        monkeypatch.setattr(ser, "CODE", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
+    assert len({row["code"] for row in results["rows"]}) == 4
     assert set(results["checkpoints"]) == {"a", "b"}
 
 
-def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
+def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
     for flags in ([], ["--mlp"], ["--cache"], []):
         eval_linear.evaluate(eval_args(tree, checkpoint, *flags))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 2
 
     state = torch.load(checkpoint)
     state["encoder"]["blocks.2.norm1.bias"] += 1
-    ser.save(checkpoint, **state)
+    ser.save(checkpoint, **state, steps=9)
     eval_linear.evaluate(eval_args(tree, checkpoint))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3
+    assert capsys.readouterr().out.count("step 7 of 9") == 1     # the run has not ended
 
 
 @parametrize("test", ["train=few", "val=few", "crops=few", "few", "few=few few=val"])

@@ -1,4 +1,5 @@
 """What the evaluations share: flags, how they begin and end, checkpoints."""
+import json
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
@@ -47,6 +48,12 @@ def load_several(args: Namespace) -> list[Checkpoint]:
     return [eval_linear.read_checkpoint(path) for path in paths]
 
 
+def said_of_picture(args: Namespace, runs: Sequence[Checkpoint]) -> dict[str, str]:
+    """What a picture's file says of what made it."""
+    weights = [run.fingerprint for run in runs]
+    return {"Description": json.dumps(vars(args) | {"weights": weights})}
+
+
 def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                       images: Sequence[str]) -> dict:
     """What must be the same when a training goes on from a file, for ser.resume: the settings of
@@ -58,7 +65,7 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
         sys.exit(f"--batch-size {args.batch_size}: should be a multiple of the {ranks} ranks, and "
                  f"at most the {len(images)} images")
 
-    own = vars(args) | {"checkpoint": checkpoint.weights, "ranks": ranks, "images": len(images),
+    own = vars(args) | {"checkpoint": checkpoint.fingerprint, "ranks": ranks, "images": len(images),
                         "checksum_of_names": ser.checksum(sorted(images))}
     harmless = ("data", "out", "workers", "save_every")
     return checkpoint.settings | {

@@ -88,6 +88,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         return
 
     images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+    images += f", split {ser.checksum(sorted(numpy.load(args.split).tolist()))}"
     eval_linear.write(path, rows, args, checkpoint, images)
     eval_linear.print_table(rows)
     for name, (top1, top5) in PAPER.items():

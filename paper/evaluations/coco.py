@@ -3,8 +3,8 @@
     python -m paper.evaluations.coco --data /coco --checkpoint runs/main/last.pt
 
 /coco is COCO 2017 as it is downloaded: annotations/instances_{train,val}2017.json, train2017/ and
-val2017/. Each start adds its settings to coco.jsonl, and every 500 steps add losses, and save
-coco.pt: the same command resumes from it.
+val2017/. coco.jsonl gets the settings and, every 500 steps, the losses. Then coco.pt is saved, too,
+from which the same command resumes.
 
 Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
 train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the

@@ -3,11 +3,13 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
     python -m paper.evaluations.correspondence --data /imagenet/val \
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
-Ours; the paper has no such figure. Writes correspondence.png, with a row for one photograph of each
-of the first three classes. A row has the photograph, a rotated and recoloured copy, and for each
-checkpoint this copy once more, pale blue where a token is not found.
+Ours; the paper has no such figure. Writes correspondence.png, with a row for the first photograph
+of each of the first three classes, or for one photograph that --data names. A row has the
+photograph, a rotated and recoloured copy, and for each checkpoint this copy once more, pale blue
+where a token is not found.
 """
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +17,23 @@ from torch import Tensor
 
 import eval_linear
 import ser
-from paper.evaluations import arguments, load_several, main
+from paper.evaluations import arguments, load_several, main, said_of_picture
 
 PALE = torch.tensor([0.78, 0.84, 0.96]).view(3, 1, 1)     # a colour that photographs seldom have
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    return arguments("folder of CLASS/..., as val", several=True).parse_args(argv)
+    data = "folder of CLASS/..., as val, or a photograph"
+    return arguments(data, several=True).parse_args(argv)
+
+
+def choose_photos(data: str) -> list[str]:
+    """The photograph `data` or, chosen before looking, the first ones of three classes."""
+    if Path(data).is_file():
+        return [data]
+    folder = eval_linear.class_folder(data, None)
+    return [folder.samples[folder.targets.index(label)][0] for label in range(3)]
 
 
 def turn(x: Tensor) -> Tensor:
@@ -30,11 +41,11 @@ def turn(x: Tensor) -> Tensor:
     return torch.rot90(x, 1, (-2, -1))
 
 
-def copies(photo: Tensor, label: int) -> Tensor:
+def copies(photo: Tensor, number: int) -> Tensor:
     """A photograph (3, S, S) in [0, 1] and its turned copy, each in colours of its own, as the
     encoder takes them; (2, 3, S, S). A larger photograph gets the same colours."""
     both = torch.stack([photo, turn(photo)])
-    return eval_linear.recolour_and_normalise(both, ser.rng("correspondence", label))
+    return eval_linear.recolour_and_normalise(both, ser.rng("correspondence", number))
 
 
 @torch.no_grad()
@@ -60,22 +71,20 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     (layer,) = layers         # a ValueError if the runs have L_equiv after several blocks,
     ((size, _),) = sizes      # or images or patches of several sizes
 
-    # Chosen before looking: the first photograph of three classes.
-    as_seen = eval_linear.class_folder(args.data, eval_linear.eval_transform(size))
-    as_shown = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
-
+    photos = choose_photos(args.data)
     columns = 2 + len(runs)
-    figure = Figure(figsize=(2.4 * columns, 7.6), layout="constrained")
-    panels = figure.subplots(3, columns, subplot_kw={"xticks": [], "yticks": []})
+    figure = Figure(figsize=(2.4 * columns, 2.5 * len(photos)), layout="constrained")
+    panels = figure.subplots(len(photos), columns, squeeze=False,
+                             subplot_kw={"xticks": [], "yticks": []})
 
-    for label, row in enumerate(panels):
-        index = as_seen.targets.index(label)
-        photo = as_seen[index][0] / 255
-        shown = as_shown[index][0] / 255
-        copy = copies(shown, label)[1] * ser.STD + ser.MEAN
+    for number, (row, photo) in enumerate(zip(panels, photos)):
+        image = ser.read_image(photo)
+        seen = eval_linear.eval_transform(size)(image) / 255
+        shown = eval_linear.eval_transform(2 * size)(image) / 255
+        copy = copies(shown, number)[1] * ser.STD + ser.MEAN
         pictures = {"photograph": shown, "rotated and recoloured": copy}
         for run, name in zip(runs, args.label, strict=True):
-            tokens = found(run.encoder, copies(photo, label), layer)
+            tokens = found(run.encoder, copies(seen, number), layer)
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
             strength = F.interpolate(0.15 + 0.85 * tokens[None, None].float(), shown.shape[1:])
             pictures[title] = PALE + strength[0] * (copy - PALE)
@@ -84,7 +93,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             panel.set_title(title)
             panel.imshow(picture.movedim(0, 2).numpy())
 
-    figure.savefig(path)
+    figure.savefig(path, metadata=said_of_picture(args, runs))
     print(f"tokens after block {layer} are in {path}")
 
 

@@ -2,9 +2,9 @@
 
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
 
-Each start adds its settings to finetune.jsonl beside the results, and each epoch the loss of its
-last batch. An epoch also saves finetune.pt, from which the same command resumes. Evaluations take
-it, too.
+finetune.jsonl beside the results gets the settings and, after each epoch, the loss of its last
+batch. Then finetune.pt is saved, too, from which the same command resumes. Evaluations take it as
+they take last.pt.
 
 Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
 authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So

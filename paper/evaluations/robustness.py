@@ -74,7 +74,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     fitting = {}
     for path in paths:
         state = torch.load(path, "cpu", weights_only=True)
-        if state.get("weights") == checkpoint.weights:
+        if state.get("weights") == checkpoint.fingerprint:
             fitting[str(path)] = state
 
     if len(fitting) != 1:
@@ -87,7 +87,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     linear.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
 
     made = {"fingerprint": eval_linear.fingerprint(linear), "lr": state["lr"],
-            "settings": state["settings"]}
+            "settings": state["settings"], "images": state["images"]}
     return Namespace(path=path, linear=linear, classes=state["classes"], made=made)
 
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 import eval_linear
 import ser
-from paper.evaluations import arguments, load_several, main
+from paper.evaluations import arguments, load_several, main, said_of_picture
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -68,7 +68,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         plot(panel, features[sample, -encoder.dim:], labels[sample], args.seed)
         panel.set_title(label)
 
-    figure.savefig(path)
+    figure.savefig(path, metadata=said_of_picture(args, runs))
     print(f"the picture is {path}")
 
 

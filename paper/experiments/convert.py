@@ -19,7 +19,10 @@ import ser
 
 def from_timm(state: dict, heads: int) -> dict:
     """Our checkpoint of timm's or moco-v3's; heads: 0 if the command line does not tell."""
-    heads = heads or state.get("heads", 0)
+    stored = state.get("heads", 0)     # by --to-timm
+    if heads and stored and heads != stored:
+        sys.exit(f"--heads {heads}: the file says {stored}")
+    heads = heads or stored
     state = state.get("state_dict", state.get("model", state))
     prefix = "module.base_encoder."
     if f"{prefix}cls_token" in state:

@@ -84,17 +84,26 @@ def show(args: Namespace) -> None:
     """Print the tables of files of rows, for the arm of these settings."""
     rows = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
-        rows += json.loads(Path(path).read_text())
-    rows = [row for row in rows if args.arm.items() <= row.items()
-            and row["run"] in ["untrained", *args.names] and row["seed"] in [None, *args.seeds]]
+        found = json.loads(Path(path).read_text())
+        in_arm = [row | {"file": str(path)} for row in found if args.arm.items() <= row.items()]
+        if not in_arm:
+            sys.exit(f"{path} has no rows of {args.arm}: give these flags")
+        rows += in_arm
+    rows = [row for row in rows
+            if row["run"] in ["untrained", *args.names] and row["seed"] in [None, *args.seeds]]
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
+    lost = {row["run"]: row["file"] for row in rows if row["seed"] is None}
+    for row in rows:
+        if row["file"] != lost.get(row["run"], row["file"]):
+            sys.exit(f"seeds cannot be added to those of {row['run']} in {lost[row['run']]}, whose "
+                     "own rows are lost: show one file after the other")
     sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
-        print(f"\nin brackets: the difference to {baseline}\n")
+        print(f"\n{args.arm}, in brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
 
 
@@ -126,7 +135,7 @@ def main(args: Namespace) -> None:
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"
-        if source.exists() and source.read_text() != source_of(args.data, args.side):
+        if not args.print and source.read_text() != source_of(args.data, args.side):
             sys.exit(f"{copies} has copies with {source.read_text()}: name this folder and side, "
                      "or another --out")
         args.data = str(copies)

@@ -93,17 +93,21 @@ def call(words: list[str], args: Namespace) -> None:
 
 def own_rows(words: list[str], out: str) -> list[dict]:
     """The rows of OUT/eval.json that an evaluation with these words wrote for the weights of
-    OUT/last.pt, and those its run began with; of rows for several sets of images, the last."""
+    OUT/last.pt, and those its run began with, and for the images that are there now."""
     args = eval_linear.parse(words)
     checkpoint = eval_linear.read_checkpoint(args)
-    weights = [checkpoint.weights, eval_linear.untrained(checkpoint).weights]
+    weights = [checkpoint.fingerprint, eval_linear.untrained(checkpoint).fingerprint]
+
+    sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])
+    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
 
     settings = json.loads(json.dumps(vars(args)))     # as they are in the file
     rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
-    own = [row for row in rows if row["settings"] == settings and row["weights"] in weights]
-    if not any(row["weights"] == checkpoint.weights for row in own):
+    own = [row for row in rows if row["settings"] == settings and row["images"] == images
+           and row["weights"] in weights]
+    if not any(row["weights"] == checkpoint.fingerprint for row in own):
         return []     # the run went on after the evaluation, or was made anew
-    return [row for row in own if row["images"] == own[-1]["images"]]
+    return own
 
 
 def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> list[dict]:
@@ -144,6 +148,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
             made_by |= {"ranks": trained.ranks, "bf16": trained.bf16}
             made_by["b2"] = trained.ranks * ser.b2_per_rank(trained, trained.ranks)
+            made_by["own"] = f"{run.script} {run.flags}"
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -156,6 +161,12 @@ def check_alike(rows: list[dict]) -> None:
         found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
+
+    own: dict = {}     # run -> its script and flags
+    for row in rows:
+        first = own.setdefault(row["run"], row.get("own"))
+        if row.get("own") != first:
+            sys.exit(f"{row['run']} has rows of {first}, and of {row.get('own')}")
 
 
 def select(rows: list[dict], run: str, measure: str, block: int) -> dict:

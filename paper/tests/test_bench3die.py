@@ -1,7 +1,10 @@
+import json
+
 import numpy
 import pytest
 from PIL import Image
 
+import ser
 from eval_linear import Seeded
 from paper.evaluations import bench3die
 from paper.tests.toys import call, toy_checkpoint, values
@@ -54,5 +57,8 @@ def test_the_command(args, tmp_path, capsys):
     line = f"--data {args.data} --split {args.split} --epochs 40 --batch-size 8 --checkpoint"
     call(bench3die, line, toy_checkpoint(tmp_path, dim=64))
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
+    row, *_ = json.loads((tmp_path / "bench3die.json").read_text())["rows"]
+    split = ser.checksum(sorted(numpy.load(args.split).tolist()))
+    assert row["images"].endswith(f", split {split}")
     told = " ".join(capsys.readouterr().out.split())
     assert "paper: MoCo-v3 68.43 91.96" in told and "AugSelf 64.97 90.73" in told

@@ -23,7 +23,8 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(
+        module.Figure, "savefig", lambda figure, path, **said: figures.append((figure, said)))
     val = class_folders(tmp_path / "val", size=18)
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
@@ -42,9 +43,16 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             pale = 0.85 * correspondence.PALE + 0.15 * copy
             wanted[f"{name}: {tokens.sum()} of 16"] = torch.where(seen, copy, pale)
 
-        for panel, (title, picture) in zip(figures[0].axes[4 * number:], wanted.items()):
+        for panel, (title, picture) in zip(figures[0][0].axes[4 * number:], wanted.items()):
             assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))
+
+    call(correspondence, f"--data {val}/n01/001.png --checkpoint {moco} {ours} --label a b")
+    (three, _), (one, said) = figures
+    assert len(one.axes) == 4
+    photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
+    assert (photo == of_class).all()
+    assert eval_linear.fingerprint(ser.load_encoder(ours)) in said["metadata"]["Description"]
 
     deeper = toy_checkpoint(tmp_path / "deeper", equiv_layers=[3])
     larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)

@@ -95,7 +95,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
-    kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "side": 18, "ranks": 1, "bf16": True}
+    kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "side": 18, "ranks": 1, "bf16": True,
+            "own": "ser.py --weight 0.5"}
     assert kept.items() <= linear.items()
     assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images")
 
@@ -112,6 +113,10 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
+    for changes, told in (({"own": "ser.py --weight 0.3"}, "weight 0.3"), ({"epochs": 2}, "epochs"),
+                          ({"seed": None}, "cannot be added")):
+        (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
+        assert told in sentence(imagenette.main, imagenette.settings(twice))
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
@@ -166,9 +171,12 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("paper/README.md", "| 10 epochs |", "MoCo-v3; control; SER-0.1; SER", "--epochs 10"),
     ("paper/README.md", "| 100 epochs |", "MoCo-v3; turned; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100", "MoCo-v3; turned; control; SER", "--epochs 100"),
-    ("README.md", "| 100 epochs, one seed |", "retrieval with jitter, rot90, block 2; linear; "
-     "linear, rotated images; linear segmentation, pixel accuracy %; "
+    ("README.md", "| right answers", "linear; linear, rotated images; "
+     "linear segmentation, pixel accuracy %; "
      "linear segmentation, rotated scenes, pixel accuracy %", "--epochs 100"),
+    ("README.md", "| retrieval with jitter", "retrieval with jitter, rot90, block 2; "
+     "retrieval with jitter, rot90, block 6; retrieval with jitter, hflip, block 6; "
+     "retrieval with jitter, scale, block 6", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; control; SER-0.1; SER", "--epochs 10 --seeds 2")])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())

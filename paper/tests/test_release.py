@@ -1,11 +1,12 @@
 """The gradients of ours and, where SER_RELEASE names a clone of it, of the authors' code."""
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paper.experiments import release
-from test_ser import same
+from test_ser import same, sentence
 
 CLONE = os.environ.get("SER_RELEASE", "")
 
@@ -23,9 +24,20 @@ def test_a_gradient_is_that_of_all_parameters():
     assert release.gradient(layer).tolist() == [3, -4]
 
 
+@pytest.mark.parametrize("commit, told", [("dbe5e93f", None), ("41f5f3f0", "41f5f3f")])
+def test_the_clone_must_be_at_the_commit_of_the_claim(commit, told, monkeypatch):
+    answer = SimpleNamespace(stdout=commit)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **more: answer)
+    if told:
+        assert f"CLONE is at {told}" in sentence(release.check_commit, "CLONE")
+    else:
+        release.check_commit("CLONE")
+
+
 def test_lambda_reaches_our_gradients_and_both_lambdas_see_the_same_images(capsys, monkeypatch):
     given = []
     still = dict(encoder=torch.tensor([3.0, 4.0]), projector=torch.empty(0))
+    monkeypatch.setattr(release, "check_commit", lambda folder: None)
     monkeypatch.setattr(release, "theirs", lambda *images: given.append(images) or still)
     parse = release.ser.parse
     small = ["--dim=16", "--heads=2", "--depth=4", "--moco-hidden=16"]

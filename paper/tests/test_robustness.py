@@ -92,6 +92,7 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
         call(robustness, line)
     top1, _ = json.loads((tmp_path / "robustness.json").read_text())["rows"]
     assert (top1["head"]["lr"], top1["head"]["settings"]["lr"]) == (0.1, [0.1, 1.0])
+    assert top1["head"]["images"] == "train: 9 images"     # from which it learned
     assert top1["head"]["fingerprint"] != top1["weights"]
 
 

@@ -80,6 +80,11 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     words = f"--cache --equivariance --data {tmp_path} --workers 0"
     assert not sweep.own_rows(f"--checkpoint {out}/SER-5/last.pt {words}".split(), f"{out}/SER-5")
 
+    # Nor does one of the images that were there before.
+    image = next(tmp_path.glob("val/*/*"))
+    image.rename(image.with_stem("another"))
+    assert not sweep.own_rows(f"--checkpoint {out}/SER-4/last.pt {words}".split(), f"{out}/SER-4")
+
 
 @pytest.mark.parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),

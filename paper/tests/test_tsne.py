@@ -16,7 +16,8 @@ TSNE = pytest.importorskip("sklearn.manifold").TSNE
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(
+        module.Figure, "savefig", lambda figure, path, **said: figures.append((figure, said)))
     drawn = []
     plot = tsne.plot
     monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
@@ -34,7 +35,9 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     classes, colours = labels[sample].unique(return_inverse=True)
     assert (len(classes), sample.sum()) == (4, 48)
     assert not sample.equal(tsne.sample_classes(labels, 4, 0))
-    for name, run, panel, x in zip("AB", (one, two), figures[0].axes, drawn, strict=True):
+    (figure, said), = figures
+    for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
+        assert eval_linear.fingerprint(ser.load_encoder(run)) in said["metadata"]["Description"]
         features = eval_linear.cls_features(ser.load_encoder(run), images)
         torch.testing.assert_close(x, features[sample, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
