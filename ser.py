@@ -40,6 +40,7 @@ import sys
 import zlib
 from argparse import (
     ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction, Namespace)
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -457,30 +458,35 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
-class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D), whose parameters have timm's names."""
+# Parameters have timm's names, so that weights can go from one to the other.
+class Attention(nn.Module):
+    """Self-attention on (B, N, D)."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = nn.ModuleDict({
-            "qkv": nn.Linear(dim, 3 * dim),
-            "proj": nn.Linear(dim, dim)})
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = nn.ModuleDict({
-            "fc1": nn.Linear(dim, 4 * dim),
-            "fc2": nn.Linear(4 * dim, dim)})
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.attn["qkv"](self.norm1(x))                   # (B, N, 3 D)
-        qkv = qkv.unflatten(2, (3, self.heads, -1))
+        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # (B, heads, N, D / heads)
-
         attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.attn["proj"](attended.transpose(1, 2).flatten(2))
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
-        hidden = F.gelu(self.mlp["fc1"](self.norm2(x)))
-        return x + self.mlp["fc2"](hidden)
+
+class Block(nn.Module):
+    """A pre-norm transformer block on (B, N, D)."""
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = nn.Sequential(OrderedDict(
+            fc1=nn.Linear(dim, 4 * dim), act=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 class Encoded(NamedTuple):
@@ -501,8 +507,8 @@ class ViT(nn.Module):
         self.depth = depth
         self.cls_layer = cls_layer
 
-        self.patch_embed = nn.ModuleDict({
-            "proj": nn.Conv2d(3, dim, patch_size, patch_size)})
+        self.patch_embed = nn.Sequential(OrderedDict(
+            proj=nn.Conv2d(3, dim, patch_size, patch_size)))
         side = image_size // patch_size     # of the map, in tokens
         self.pos_embed = nn.Parameter(torch.empty(1, dim, side, side))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)     # as MoCo-v3
@@ -529,7 +535,7 @@ class ViT(nn.Module):
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
 
-        x = self.patch_embed["proj"](images)     # (B, D, H, W)
+        x = self.patch_embed(images)             # (B, D, H, W)
         H, W = x.shape[-2:]
         x = x + resize(self.pos_embed, (H, W))
         x = x.flatten(2).mT                      # (B, N, D)

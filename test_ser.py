@@ -450,7 +450,7 @@ def plain_block(block):
 
 @torch.no_grad()
 def plain_vit(encoder, x):
-    kernel = encoder.patch_embed["proj"]
+    kernel = encoder.patch_embed.proj
     t = F.conv2d(x, kernel.weight, kernel.bias, stride=4)
     grid = list(t.shape[-2:])
     t = t + TF.resize(encoder.pos_embed, grid, antialias=True)

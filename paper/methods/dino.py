@@ -115,8 +115,8 @@ def add_stochastic_depth(encoder: ser.ViT, most: float) -> None:
 
     for i, block in enumerate(encoder.blocks):
         hook = partial(drop_branch, most * i / max(1, encoder.depth - 1))
-        block.attn["proj"].register_forward_hook(hook)     # here a branch ends
-        block.mlp["fc2"].register_forward_hook(hook)
+        block.attn.proj.register_forward_hook(hook)     # here a branch ends
+        block.mlp.fc2.register_forward_hook(hook)
 
 
 class Head(nn.Module):

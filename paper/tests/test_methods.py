@@ -117,7 +117,7 @@ def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
     """And nothing else, as DDP demands. MoCo-v3's patch embedding stays random."""
     model, views = toy_on_views(name)
     model.base.update(0.5)
-    weight = model.base.encoder.blocks[0].attn["qkv"].weight
+    weight = model.base.encoder.blocks[0].attn.qkv.weight
     found = []
     for model.weight in (0.0, 0.7):
         found += torch.autograd.grad(model(views)["loss"], weight)

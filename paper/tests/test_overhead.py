@@ -29,7 +29,7 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     monkeypatch.setattr(ser, "build", lambda args: model)
     before = {key: p.clone() for key, p in model.named_parameters() if "patch_embed" not in key}
     seen = []
-    project = model.base.encoder.blocks[0].attn["qkv"]
+    project = model.base.encoder.blocks[0].attn.qkv
     project.register_forward_hook(lambda _, given, out: seen.append((len(out), out.dtype)))
     step = overhead.training_step(flags)
     step(0)

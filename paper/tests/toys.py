@@ -98,7 +98,7 @@ def check_stochastic_depth(encoder, shares):
     """In training, both branches of a block leave out a share of the images, and keep the mean."""
     torch.manual_seed(0)
     for block, share in zip(encoder.blocks, shares):
-        for layer in (block.attn["proj"], block.mlp["fc2"]):
+        for layer in (block.attn.proj, block.mlp.fc2):
             x = noise(2000, 2, layer.in_features)
             branch = F.linear(x, layer.weight, layer.bias)
             found = layer(x)
