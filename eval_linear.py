@@ -132,7 +132,7 @@ def fingerprint(module: nn.Module) -> str:
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
     text = digest.hexdigest()[:16]
-    return f"{text}-{module.blocks[0].heads}" if isinstance(module, ViT) else text
+    return f"{text}-{module.blocks[0].attn.heads}" if isinstance(module, ViT) else text
 
 
 # ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================

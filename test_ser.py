@@ -1460,7 +1460,7 @@ def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     own = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
     own["untrained"] += "-3"     # where [CLS] enters
     other = copy.deepcopy(encoders["trained"])
-    other.blocks[0].heads += 1     # which no weight tells
+    other.blocks[0].attn.heads += 1     # which no weight tells
     assert head["weights"] == own["trained"] != eval_linear.fingerprint(other)
 
     assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])

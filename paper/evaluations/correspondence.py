@@ -5,7 +5,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
 
 Ours; the paper has no such figure. Writes correspondence.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
-photograph, a rotated and recoloured copy, and for each checkpoint this copy once more, pale blue
+photograph, a rotated and recoloured copy, and for each checkpoint this copy once more, blue
 where a token is not found.
 """
 from argparse import Namespace
@@ -19,7 +19,7 @@ import eval_linear
 import ser
 from paper.evaluations import arguments, load_several, main, said_of_picture
 
-PALE = torch.tensor([0.78, 0.84, 0.96]).view(3, 1, 1)     # a colour that photographs seldom have
+MISSED = torch.tensor([0.30, 0.38, 0.75]).view(3, 1, 1)     # a colour that photographs seldom have
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -87,7 +87,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             tokens = found(run.encoder, copies(seen, number), layer)
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
             strength = F.interpolate(0.15 + 0.85 * tokens[None, None].float(), shown.shape[1:])
-            pictures[title] = PALE + strength[0] * (copy - PALE)
+            pictures[title] = MISSED + strength[0] * (copy - MISSED)
 
         for panel, (title, picture) in zip(row, pictures.items()):
             panel.set_title(title)
