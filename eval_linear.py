@@ -5,7 +5,7 @@
 
 The second line is the protocol of 4.1. Flags ask for other things:
 
-    none of them      linear heads on random crops, and 20-NN, which takes hours
+    none of them      linear heads on random crops, in hours, and 20-NN
     --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
     --mlp             MLPs in place of linear heads, also with --cache
     --knn             20-NN alone, in minutes
@@ -76,14 +76,14 @@ def parse(argv: Sequence[str] | None = None,
     if synthetic:     # what suits two cores
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
-    if synthetic and (args.val or args.test):
-        sys.exit("--val and --test need --data, whose classes they have")
 
-    # Heads are trained if --mlp, --cache or no flag is given. On synthetic images they have --cache
-    # without being asked for, so that is set last.
+    # Heads are trained if --mlp, --cache or no flag is given.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_equivariance = args.equivariance or synthetic
-    args.cache = args.cache or synthetic
+    args.with_equivariance = args.equivariance
+    if synthetic:
+        if args.val or args.test:
+            sys.exit("--val and --test need --data, whose classes they have")
+        args.cache = args.with_equivariance = True     # heads are fast, and equivariance is shown
     return args
 
 
@@ -487,14 +487,14 @@ def key_of(row: dict) -> dict:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with what made it; images: as `describe` names
-    them. A row replaces the older one that has the same key."""
+    them. A row replaces the older one that was made in the same way, see `key_of`."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
 
     made_by = {
         "weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
-        "code": ser.checksum([ser.CODE, Path(__file__).read_text()])}
+        "code": ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])}
     for row in rows:
         new = made_by | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]
@@ -565,7 +565,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
     """Rows for pairs of an element and a block. All ranks do the same."""
     # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer, a multiple
     # of 32, among which `retrieval` looks.
-    n = min(512, len(val) // 32 * 32) or len(val)
+    n = len(val) if len(val) < 32 else min(512, len(val) // 32 * 32)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -574,13 +574,13 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
 
     rows = []
     for element, block in pairs:
-        maps = partial(map_after, encoder, block)
+        f1 = partial(map_after, encoder, block)
         change = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
         values = {
-            f"{element} cosine": cosine(maps, images, patch, element),
-            f"{element} retrieval": retrieval(maps, images, patch, element),
+            f"{element} cosine": cosine(f1, images, patch, element),
+            f"{element} retrieval": retrieval(f1, images, patch, element),
             # `change` normalises, so it takes pixels.
-            f"{element} retrieval with jitter": retrieval(maps, pixels, patch, element, change)}
+            f"{element} retrieval with jitter": retrieval(f1, pixels, patch, element, change)}
         rows += make_rows(values, "val", None, block)
     return rows
 

@@ -20,8 +20,8 @@ Usage:
 
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
-it leaves open, and `Choice, unlike` where we depart from it. 4.1 keeps the settings of MoCo-v3,
-for which we read its code and the ViT-S command in its CONFIG.md. "The release" is the authors'
+it leaves open, and `Choice, unlike` where we depart from it. MoCo-v3's settings, which 4.1 keeps,
+are taken from its code and from the ViT-S command in its CONFIG.md. "The release" is the authors'
 code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -69,7 +69,7 @@ class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored by
     the grid that it leads to, so maps of any size are brought there by one resize."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
     # Choice, unlike Algorithm 1: the images of a view share one scaling, and stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -78,7 +78,8 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    All kinds are sampled; those that are not among `elements` are then set to no motion."""
+    All kinds are sampled, so that runs with other `elements` share what they have in common. Those
+    that are not among `elements` are then set to no motion."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -106,7 +107,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # PyTorch does not resize half precision on a CPU, so half precision goes through float32.
+    # PyTorch does not resize half precision on a CPU, so it goes through float32 on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -122,13 +123,14 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     def column(flags: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), on the device of x
         return flags.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
 
-    # A flip and a half turn leave the shape as it is, so the flags choose at once.
+    # Flips and half turns keep the shape, so the flags can choose right away.
     x = torch.where(column(g.flip), x.flip(-1), x)
     x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
-    # What is left of an odd number of turns is a quarter turn. It exchanges the sides, so all
-    # maps are brought to one size, turned and as they are, before the flags choose. `rot90` gives
-    # transposed memory, with which convolutions round differently, so it is copied.
+    # What is left of an odd number of turns is a quarter turn, which exchanges the sides. So both
+    # the turned and the other maps are resized to the new grid, and then the flags choose.
+    # `rot90` gives a transposed layout, which `torch.where` would pass on to the encoder, where
+    # convolutions would round differently. So it is copied.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -191,7 +193,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """Yield this rank's batches of all steps from `start` to before `end`, as lists of items
     (epoch, index, in_b2), first those of b1, then those of b2. The last, incomplete batch of an
-    epoch is dropped. `check_settings` has made sure that both parts divide by R."""
+    epoch is dropped. Both parts divide by R, as the batch does."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -208,12 +210,12 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         yield items + [(epoch, index, True) for index in b2]
 
 
-# From items to views:
+# What becomes of an image:
 #
-#     Dataset       an item -> of each view, its pixels (3, S, S) and an Augmentation, of numbers
-#     the loader    items of a batch -> of each view, pixels (B, 3, S, S) and an Augmentation, of
-#                   tensors (B,), by PyTorch's collate function
-#     make_views    these -> of each view, a View, where b2 is moved, and all images jittered
+#     batch_items      (epoch, index, in_b2)
+#     Dataset[item]    [(pixels, Augmentation), (pixels, Augmentation)], for the two views
+#     the loader       the same for a batch: pixels are (B, 3, S, S), and numbers tensors (B,)
+#     make_views       [View, View], where b2 is moved, and all images are jittered
 #
 # T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and samples
 # crops and jitter. `make_views` samples the motions, moves b2 and makes the jitter. It does so on
@@ -249,7 +251,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. For a batch, each
     field is a tensor (B,)."""
-    # The crop and its flip, for those baselines in paper/methods that predict them. b2 has none.
+    # The crop and its flip, which some baselines in paper/methods read. b2 has none.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -351,18 +353,18 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for index, (pixels, aug) in enumerate(loaded):
+    for number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice, unlike MoCo-v3 (4.1): for speed, all images of a view share one order.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, index))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
 
         aug_b1 = Augmentation(*[field[:B1] for field in aug])
         b1 = jitter_and_normalise(images[:B1], aug_b1, order)
 
         b2 = g = None
         if B2 > 0:
-            shared = rng(args.seed, "geometry", step, index)
+            shared = rng(args.seed, "geometry", step, number)
             grid = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, grid, args.group, shared)
             # Choice: the motion comes before the photometric jitter.
@@ -392,9 +394,9 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    # These are the operations of torchvision's colour jitter, but on floats, where MoCo-v3 has
-    # bytes, and with a factor of its own for each image. A factor of 1, or a hue shift of 0, leaves
-    # an image as it is, bit for bit.
+    # These are the operations of torchvision's colour jitter, with a factor of its own for each
+    # image. A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
+    # Choice, unlike MoCo-v3 (4.1), which jitters bytes: floats.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (column(aug.brightness) * x).clamp(0, 1)
@@ -458,7 +460,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
-# Parameters have timm's names, so that weights can go from one to the other.
+# Parameters have timm's names. paper/experiments/convert.py brings weights from there, and back.
 class Attention(nn.Module):
     """Self-attention on (B, N, D)."""
     def __init__(self, dim: int, heads: int):
@@ -571,14 +573,12 @@ def encode_view(encoder: ViT, view: View,
 # (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations", which
 # may mean other tokens of the same image, too.)
 #
-# Paper: 3.3, the gradient passes through anchors and keys of both views. In the release, all
-# tokens pass a gather that stops it, so its L_equiv trains nothing (builder/moco.py, lines 956
-# and 1067). README.md shows this.
-#
-# `patch_ntxent` compares tokens, `layer_loss` moves and projects the maps before, and
-# `SER.l_equiv` in section 6 does so for all layers. `equivariance_loss` is for other code.
+# Choice: as 3.3 stops no gradient anywhere, it passes through anchors and keys of both views. In
+# the release, all tokens pass a gather that stops it, so its L_equiv trains nothing
+# (builder/moco.py, lines 956 and 1067). README.md shows this.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
-    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
+    """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
+    512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
     # Choice: both layers have the same width.
     return nn.Sequential(
@@ -647,8 +647,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
         logits.masked_fill_(own[:, None, :, None], -torch.inf)
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
-        negatives = logits.flatten(2).logsumexp(2)                         # (B, N)
-        return (torch.logaddexp(positive, negatives) - positive).mean()
+        log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
+        return (torch.logaddexp(positive, log_sum) - positive).mean()
 
 
 def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
@@ -661,12 +661,13 @@ def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     return patch_ntxent(z, z_prime, temperature)
 
 
+# For trainings that copy sections 1 and 4. If you read for the method, go on with section 5.
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
                       images2: Tensor, patch: int, shared: torch.Generator,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv for other trainings, which also samples the motions and moves the images. ser.py
-    does not call it. On several ranks, their gradients must be averaged, as DDP does.
+    """L_equiv for other trainings, with the motions sampled and the images moved. ser.py does not
+    call it. On several ranks, their gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
@@ -690,8 +691,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: its statistics are of b1 and b2 together, as the loss is, and of all GPUs, for which
-    # `train` makes it a SyncBatchNorm.
+    # Choice: its statistics are of b1 and b2 together, as the loss is. On several GPUs, `train`
+    # makes it a SyncBatchNorm, as MoCo-v3 does.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -735,7 +736,7 @@ class MoCoV3(nn.Module):
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
-        """(B, K), by the momentum branch."""
+        """The keys of a view, (B, K), by the momentum branch."""
         cls, _ = encode_view(self.momentum_encoder, view)
         return self.momentum_projector(cls)
 
@@ -851,7 +852,7 @@ def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = Non
           small: dict = SMALL) -> Namespace:
     """The settings of a command line; without --data, `small` replaces the defaults."""
     parser = parser or arguments()
-    if not parser.parse_known_args(argv)[0].data:     # which the defaults depend on
+    if not parser.parse_known_args(argv)[0].data:     # a first look, for the defaults
         parser.set_defaults(**small)
     args = parser.parse_args(argv)
 
@@ -992,8 +993,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    run = settings | {
-        "steps": steps, "b2": ranks * b2_per_rank(args, ranks), "device": device.type, "code": CODE}
+    run = settings | {"steps": steps, "b2": ranks * b2_per_rank(args, ranks),
+                      "device": device.type, "code": CODE_CHECKSUM}
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
         print_plan(Namespace(**run), start)
@@ -1009,9 +1010,9 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO.
+        # Forward. The seed is for methods that sample there, such as DINO with stochastic depth.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
-        with torch.autocast(device.type, torch.bfloat16, args.bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
 
         # Backward and step.
@@ -1051,7 +1052,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     images = []
     for folder, folders, files in os.walk(root, followlinks=True):
-        # Those that stay in the list are entered.
+        # os.walk enters the folders that stay in this list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [f"{folder}/{name}" for name in files
                    if name.lower().endswith(ENDINGS) and not name.startswith(".")]
@@ -1067,7 +1068,7 @@ def checksum(names: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(names))):08x}"
 
 
-CODE = checksum([Path(__file__).read_text()])     # tells this file from one with other lines
+CODE_CHECKSUM = checksum([Path(__file__).read_text()])     # that of this file
 
 
 def read_image(path: str) -> Tensor:
@@ -1190,16 +1191,17 @@ def print_plan(run: Namespace, start: int) -> None:
     print(line)
 
 
-def open_log(path: Path, settings: dict, start: int) -> tuple[TextIO, tqdm]:
-    """A log, with a line of all settings, and a bar that counts images, on rank 0 alone."""
+def open_log(path: Path, run: dict, start: int) -> tuple[TextIO, tqdm]:
+    """A log, in which all settings are the first line, and a bar that counts images, on rank 0
+    alone. It makes the folder of the run."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew has a log of its own
     log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
-    print(json.dumps(settings), file=log)
+    print(json.dumps(run), file=log)
 
-    size = settings["batch_size"]
-    bar = tqdm(total=settings["steps"] * size, initial=start * size, disable=rank > 0,
+    size = run["batch_size"]
+    bar = tqdm(total=run["steps"] * size, initial=start * size, disable=rank > 0,
                unit=" images", unit_scale=True)
     return log, bar
 

@@ -957,7 +957,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
     facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu",
-                 code=ser.CODE)
+                 code=ser.CODE_CHECKSUM)
     wanted = vars(toy(folder, whole_run, workers=1)) | facts
     assert wanted.items() <= first.items()
     for line in lines:
@@ -1518,7 +1518,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        monkeypatch.setattr(ser, "CODE", f"version {value}")
+        monkeypatch.setattr(ser, "CODE_CHECKSUM", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 

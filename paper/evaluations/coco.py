@@ -11,6 +11,7 @@ train2017, and AP is reported on val2017. It leaves open the detector, its neck,
 size of the images, the optimizer and the augmentation. Each is a flag or has a `# Choice:` below:
 torchvision's Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
 """
+import sys
 from argparse import Namespace
 from pathlib import Path
 

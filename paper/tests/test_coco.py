@@ -1,5 +1,6 @@
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 import ser
 from paper.evaluations import coco
 from paper.tests.toys import become_rank, call, stopped_after_3, toy_checkpoint, values
-from test_ser import close, same, write_image
+from test_ser import close, same, sentence, write_image
 
 pytest.importorskip("pycocotools")
 CHANNELS = {3: 0, 90: 2}     # red and blue squares; COCO's categories have gaps, too
@@ -46,6 +47,11 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
     assert recipe.items() <= vars(args).items()
     rates = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
     assert {step: coco.lr_at(step, args) for step in rates} == pytest.approx(rates)
+
+
+def test_a_patch_size_that_torchvision_would_round_is_refused():
+    encoder = SimpleNamespace(patch_size=14)
+    assert "patch size is 14" in sentence(coco.detector, encoder, 3, None)
 
 
 def test_a_small_detector_finds_squares(tmp_path):
