@@ -284,16 +284,15 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namespace,
+def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Module, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    train and val: features and labels of centre crops. With --cache, heads learn from `train`.
-    Without it, random crops are encoded anew for each epoch: ranks share this, and then each
-    of them trains all heads. On ImageNet, features of a ViT-S are 8 GB, and up to two sets of
-    them are on a GPU. `log` gets a line for each epoch."""
-    x_train, y_train = train
+    centre and val: features and labels of centre crops, of the training images and of val. With
+    --cache, heads learn from `centre`. Without it, random crops are encoded anew for each epoch:
+    ranks share this, and then each of them trains all heads. On ImageNet, features of a ViT-S are
+    8 GB, and those of `centre` and of an epoch are on a GPU. `log` gets a line for each epoch."""
     x_val, y_val = val
-    n_images = len(y_train)
+    n_images = len(sets.centre_crops)
     batch = min(args.batch_size, n_images)
     steps = n_images // batch     # the last, incomplete batch is not used
 
@@ -311,9 +310,11 @@ def train_heads(encoder: ViT, sets: Sets, train: tuple, val: tuple, args: Namesp
     _, rank = ser.ranks_and_rank()
     weights = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        if not args.cache:
-            crops = Seeded(sets.random_crops, args.seed, epoch)
+        if args.cache:
+            x_train, y_train = centre
+        else:
             x_train = None     # frees those of the epoch before
+            crops = Seeded(sets.random_crops, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
@@ -608,9 +609,8 @@ def evaluate(args: Namespace) -> list[dict]:
         encoder = measured.encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            own, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-            if name == "trained":
-                kept = head
+            # What is kept in the end is of the trained encoder, which is the last.
+            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if args.with_equivariance:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]

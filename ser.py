@@ -693,11 +693,14 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: its statistics are of b1 and b2 together, as the loss is. On several GPUs, `train`
     # makes it a SyncBatchNorm, as MoCo-v3 does.
+    *hidden, out_dim = widths
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
+    for fan_in, fan_out in pairwise(hidden):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    layers += [
+        nn.Linear(hidden[-1], out_dim, bias=False), nn.BatchNorm1d(out_dim, affine=False)]
+    return nn.Sequential(*layers)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:

@@ -1305,7 +1305,7 @@ def test_the_head_is_chosen_among_the_classes_of_val(tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "make_head", lambda *_, made=iter(heads): next(made))
 
     val = (torch.eye(2), torch.arange(2))
-    sets = eval_linear.Sets("abc", None, None, {})
+    sets = eval_linear.Sets("abc", range(2), None, {})
     args = eval_linear.parse(["--lr", "1e-9", "1e-8", "--epochs", "1"])
     found = eval_linear.train_heads(toy_vit(), sets, val, val, args, tmp_path / "eval.jsonl")
     assert found == (heads[1], 1e-8)
