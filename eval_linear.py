@@ -70,7 +70,7 @@ def arguments() -> ArgumentParser:
 
 def parse(argv: Sequence[str] | None = None,
           parser: ArgumentParser | None = None) -> Namespace:
-    """The settings of a command line, and whether they ask for heads and equivariance."""
+    """The settings of a command line, and whether they ask for heads."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
     if synthetic:     # what suits two cores
@@ -79,11 +79,10 @@ def parse(argv: Sequence[str] | None = None,
 
     # Heads are trained if --mlp, --cache or no flag is given.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    args.with_equivariance = args.equivariance
     if synthetic:
         if args.val or args.test:
             sys.exit("--val and --test need --data, whose classes they have")
-        args.cache = args.with_equivariance = True     # heads are fast, and equivariance is shown
+        args.cache = True
     return args
 
 
@@ -101,7 +100,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):
+        if state["step"] < state.get("steps", 0):     # those of convert.py have no `steps`
             print(f"{args.checkpoint} is of a run that has not ended, after step "
                   f"{state['step']} of {state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
@@ -118,21 +117,21 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run. Runs of one seed start with the same weights even where
-    [CLS] enters elsewhere, so the fingerprint ends with that block."""
+    """The start of a checkpoint's run."""
     encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
-    text = f"{fingerprint(encoder)}-{encoder.cls_layer}"
-    return Checkpoint(encoder, text, 0, checkpoint.settings)
+    return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of one module from those of another. That of an
-    encoder ends with its number of attention heads, which weights do not tell."""
+    """A short text that tells the weights of one module from those of another. That of an encoder
+    also has what weights do not tell, its attention heads and where [CLS] enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
     text = digest.hexdigest()[:16]
-    return f"{text}-{module.blocks[0].attn.heads}" if isinstance(module, ViT) else text
+    if isinstance(module, ViT):
+        text += f"-{module.blocks[0].attn.heads}-{module.cls_layer}"
+    return text
 
 
 # ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================
@@ -193,7 +192,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows call the training images "train", and "crops" could be read as theirs.
+        # No row is to be taken for one of the training images.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -296,7 +295,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
     batch = min(args.batch_size, n_images)
     steps = n_images // batch     # the last, incomplete batch is not used
 
-    # Paper: 4.1, a cosine without warmup. Choice: momentum .9, no decay, as the release.
+    # Paper: 4.1, a cosine without warmup. Choice: SGD, momentum .9, no decay, as the release.
     heads = []
     groups = []
     for lr in args.lr:
@@ -594,14 +593,16 @@ def evaluate(args: Namespace) -> list[dict]:
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
 
-    checkpoints = {"trained": checkpoint}
-    if args.with_equivariance:
-        checkpoints = {"untrained": untrained(checkpoint), "trained": checkpoint}
-
-    # Choice: if not all blocks are wanted, turns after f1, where the main setting has L_equiv.
-    pairs = [("rot90", max(1, run.cls_layer))]
+    # Of which motions equivariance is measured, and after which blocks.
+    pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
+    elif not args.data:     # Choice: of turns after f1, where the main setting has L_equiv
+        pairs = [("rot90", max(1, run.cls_layer))]
+
+    checkpoints = {"trained": checkpoint}
+    if pairs:
+        checkpoints = {"untrained": untrained(checkpoint), "trained": checkpoint}
 
     rows = []
     kept = {}
@@ -611,7 +612,7 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_heads or args.knn:
             # What is kept in the end is of the trained encoder, which is the last.
             own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-        if args.with_equivariance:
+        if pairs:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]
 

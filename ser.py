@@ -21,7 +21,7 @@ Usage:
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
 it leaves open, and `Choice, unlike` where we depart from it. MoCo-v3's settings, which 4.1 keeps,
-are taken from its code and from the ViT-S command in its CONFIG.md. "The release" is the authors'
+are taken from its code and from the ViT-S commands in its CONFIG.md. "The release" is the authors'
 code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -78,8 +78,7 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    All kinds are sampled, so that runs with other `elements` share what they have in common. Those
-    that are not among `elements` are then set to no motion."""
+    All is sampled, whatever `elements` are, so that these change nothing else."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -105,6 +104,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
+    # Choice, unlike MoCo-v3 (4.1), which resizes crops by Pillow.
     if x.shape[-2:] == size:
         return x
     # PyTorch does not resize half precision on a CPU, so it goes through float32 on all devices.
@@ -127,10 +127,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(column(g.flip), x.flip(-1), x)
     x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
-    # What is left of an odd number of turns is a quarter turn, which exchanges the sides. So both
-    # the turned and the other maps are resized to the new grid, and then the flags choose.
-    # `rot90` gives a transposed layout, which `torch.where` would pass on to the encoder, where
-    # convolutions would round differently. So it is copied.
+    # What is left of an odd number of turns is a quarter turn, which exchanges the sides. So every
+    # map is resized twice, as it is and after a quarter turn, and then the flags choose. Without
+    # `contiguous`, the result is transposed in memory, and the encoder rounds otherwise.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -146,8 +145,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize, to the grid
-    # of view 2. Two resizes would lead to the same grid, and blur more.
+    # Choice: the scaling of view 1, undone, stands to the right of the turns. Moved to their left,
+    # it is a resize as well, with exchanged sides. This and the scaling of view 2 are one resize
+    # here, to the grid of view 2, as two would lead to the same grid and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -214,7 +214,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #
 #     batch_items      (epoch, index, in_b2)
 #     Dataset[item]    [(pixels, Augmentation), (pixels, Augmentation)], for the two views
-#     the loader       the same for a batch: pixels are (B, 3, S, S), and numbers tensors (B,)
+#     the loader       the same for a batch, by PyTorch's collate function, which makes pixels
+#                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
 # T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and samples
@@ -430,12 +431,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # Each channel is highest around its own hue, and falls to value - chroma as the hue moves on.
-    # Let k count from the hue where it begins to fall, which is 1 for red, 3 for green and 5 for
-    # blue. The channel falls until k = 1, stays low until 3, and has risen at 4:
-    #     channel = value - chroma * max(0, min(k, 4 - k, 1)),  k = (hue + offset) mod 6,
-    # with the offsets 5, 3 and 1. Green has hue 2, so k is 1, 5 and 3, and the channels are low,
-    # high and low.
+    # Let k count on the circle from the hue where a channel begins to fall, which is 1 for red, 3
+    # for green and 5 for blue, so k is the hue plus 5, 3 or 1. The channel falls from `value` at
+    # k = 0 to value - chroma at 1, stays there until 3, is back at 4, and stays there until 6.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -446,7 +444,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)     # some 3 times the largest sigma
+    # This is 2.5 to 4 times the largest sigma, as views of b2 have other sides than those of b1.
+    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
@@ -569,13 +568,6 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
-# (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations", which
-# may mean other tokens of the same image, too.)
-#
-# Choice: as 3.3 stops no gradient anywhere, it passes through anchors and keys of both views. In
-# the release, all tokens pass a gather that stops it, so its L_equiv trains nothing
-# (builder/moco.py, lines 956 and 1067). README.md shows this.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
     512."""
@@ -588,6 +580,9 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
+# Choice: as 3.3 stops no gradient anywhere, it passes through anchors and keys of both views. In
+# the release, all tokens pass a gather that stops it, so its L_equiv trains nothing
+# (builder/moco.py, lines 956 and 1067). README.md shows this.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -639,8 +634,10 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # The 2N tokens of an anchor's own image are no negatives. Image i of this rank is image
-        # rank * B + i of the keys.
+        # Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
+        # (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations",
+        # which may mean other tokens of the same image, too.) So an anchor's own image is left out.
+        # The images of this rank are chunk `rank` of the keys.
         ranks, rank = ranks_and_rank()
         numbers = torch.arange(len(keys), device=z.device)
         own = numbers.chunk(ranks)[rank][:, None] == numbers               # (B, R B)
@@ -667,7 +664,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
     """L_equiv for other trainings, with the motions sampled and the images moved. ser.py does not
-    call it. On several ranks, their gradients must be averaged, as DDP does.
+    call it. Gradients must then be averaged over ranks, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
@@ -691,15 +688,15 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: its statistics are of b1 and b2 together, as the loss is. On several GPUs, `train`
-    # makes it a SyncBatchNorm, as MoCo-v3 does.
-    *hidden, out_dim = widths
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
+    # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    *widths, out_dim = widths
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(hidden):
+    for fan_in, fan_out in pairwise(widths):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
     layers += [
-        nn.Linear(hidden[-1], out_dim, bias=False), nn.BatchNorm1d(out_dim, affine=False)]
+        nn.Linear(widths[-1], out_dim, bias=False), nn.BatchNorm1d(out_dim, affine=False)]
     return nn.Sequential(*layers)
 
 
@@ -1195,8 +1192,8 @@ def print_plan(run: Namespace, start: int) -> None:
 
 
 def open_log(path: Path, run: dict, start: int) -> tuple[TextIO, tqdm]:
-    """A log, in which all settings are the first line, and a bar that counts images, on rank 0
-    alone. It makes the folder of the run."""
+    """A log, which gets a line of all settings at each start, and a bar that counts images, on
+    rank 0 alone. It makes the folder of the run."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew has a log of its own

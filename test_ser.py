@@ -1458,10 +1458,11 @@ def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthet
 def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     results, head, encoders = synthetic
     own = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
-    own["untrained"] += "-3"     # where [CLS] enters
-    other = copy.deepcopy(encoders["trained"])
-    other.blocks[0].attn.heads += 1     # which no weight tells
-    assert head["weights"] == own["trained"] != eval_linear.fingerprint(other)
+    more_heads, late_cls = [copy.deepcopy(encoders["trained"]) for _ in range(2)]
+    more_heads.blocks[0].attn.heads += 1     # which no weight tells
+    late_cls.cls_layer -= 1                  # nor this
+    others = {eval_linear.fingerprint(other) for other in (more_heads, late_cls)}
+    assert len({*others, head["weights"]}) == 3 and head["weights"] == own["trained"]
 
     assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])
     made_by = results["checkpoints"]
