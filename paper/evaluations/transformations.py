@@ -106,8 +106,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     checkpoints = {"untrained": eval_linear.untrained(checkpoint), "trained": checkpoint}
     features = {}
-    for name, (encoder, *_) in checkpoints.items():
-        encoder.to(device)
+    for name, measured in checkpoints.items():
+        encoder = measured.encoder.to(device)
         features[name] = [version_features(encoder, data, layers, args.workers)
                           for data in (train, test)]
 
