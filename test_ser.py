@@ -956,9 +956,8 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
-    facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu",
-                 code=ser.CODE_CHECKSUM)
-    wanted = vars(toy(folder, whole_run, workers=1)) | facts
+    facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
+    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": ser.CODE_CHECKSUM}
     assert wanted.items() <= first.items()
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
@@ -1420,8 +1419,7 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     names = sorted(str(path.relative_to(tree / "few")) for path in tree.glob("few/*/*.png"))
     described = f"few: {len(names)} images {zlib.crc32('/'.join(names).encode()):08x}"
     images = results_of(tmp_path)["rows"][0]["images"]
-    assert images.startswith("train: 33 images ") and images.endswith(described)
-    assert head["images"] == images
+    assert images.startswith("train: 33 images ") and head["images"].endswith(described)
 
 
 @pytest.fixture(scope="module")
@@ -1458,13 +1456,13 @@ def test_without_data_each_encoder_is_measured_on_synthetic_images(name, synthet
 def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     results, head, encoders = synthetic
     own = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
-    more_heads, late_cls = [copy.deepcopy(encoders["trained"]) for _ in range(2)]
-    more_heads.blocks[0].attn.heads += 1     # which no weight tells
-    late_cls.cls_layer -= 1                  # nor this
-    others = {eval_linear.fingerprint(other) for other in (more_heads, late_cls)}
-    assert len({*others, head["weights"]}) == 3 and head["weights"] == own["trained"]
+    others = [copy.deepcopy(encoders["trained"]) for _ in range(2)]
+    others[0].blocks[0].attn.heads += 1     # which no weight tells
+    others[1].cls_layer -= 1                # nor this
+    assert own["trained"] not in map(eval_linear.fingerprint, others)
 
     assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])
+    assert head["weights"] == own["trained"]
     made_by = results["checkpoints"]
     assert [made_by[own[name]]["step"] for name in encoders] == [0, 7]
     assert made_by[own["trained"]]["settings"]["cls_layer"] == 3
