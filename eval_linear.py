@@ -15,8 +15,8 @@ The second line is the protocol of 4.1. Flags ask for other things:
 Without --data, images are synthetic, and heads learn from centre crops. The untrained encoder is
 then evaluated in any case, and so is equivariance, but of turns and after one block alone.
 
-Each row of eval.json names the settings, the images and, by a fingerprint, the weights of the
-encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
+Each row of eval.json names the settings, the images, the code and, by a fingerprint, the weights
+of the encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -39,6 +39,9 @@ from tqdm import tqdm
 
 import ser
 from ser import Geometry, ViT, rho
+
+# That of ser.py and of this file.
+CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -89,7 +92,7 @@ def parse(argv: Sequence[str] | None = None,
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint, or of the start of its run."""
     encoder: ViT        # in eval mode
-    fingerprint: str    # of its weights
+    fingerprint: str    # of this encoder
     step: int
     settings: dict      # of the training
 
@@ -100,7 +103,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):     # those of convert.py have no `steps`
+        if state["step"] < state.get("steps", 0):     # some have no `steps`
             print(f"{args.checkpoint} is of a run that has not ended, after step "
                   f"{state['step']} of {state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
@@ -494,7 +497,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
 
     made_by = {
         "weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
-        "code": ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])}
+        "code": CODE_CHECKSUM}
     for row in rows:
         new = made_by | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]

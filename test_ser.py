@@ -1517,7 +1517,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        monkeypatch.setattr(ser, "CODE_CHECKSUM", f"version {value}")
+        monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 

@@ -30,7 +30,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def choose_photos(data: str) -> list[str]:
     """The photograph `data` or, chosen before looking, the first ones of three classes."""
-    if Path(data).is_file():
+    if not Path(data).is_dir():
         return [data]
     folder = eval_linear.class_folder(data, None)
     return [folder.samples[folder.targets.index(label)][0] for label in range(3)]

@@ -87,7 +87,8 @@ def show(args: Namespace) -> None:
         found = json.loads(Path(path).read_text())
         in_arm = [row | {"file": str(path)} for row in found if args.arm.items() <= row.items()]
         if not in_arm:
-            sys.exit(f"{path} has no rows of {args.arm}: give these flags")
+            arms = {str({name: row[name] for name in args.arm}) for row in found}
+            sys.exit(f"{path} has rows of {', '.join(sorted(arms))}: give flags for one of these")
         rows += in_arm
     rows = [row for row in rows
             if row["run"] in ["untrained", *args.names] and row["seed"] in [None, *args.seeds]]
@@ -135,9 +136,10 @@ def main(args: Namespace) -> None:
         if not copies.exists() and not args.print:
             make_copies(args.data, copies, args.side)
         source = copies / "source.txt"
-        if not args.print and source.read_text() != source_of(args.data, args.side):
-            sys.exit(f"{copies} has copies with {source.read_text()}: name this folder and side, "
-                     "or another --out")
+        found = source.read_text() if source.exists() else "no source.txt"
+        if copies.exists() and found != source_of(args.data, args.side):
+            sys.exit(f"{copies} has copies with {found}: name this folder and side, or another "
+                     "--out")
         args.data = str(copies)
 
     if args.data:

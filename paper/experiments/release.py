@@ -41,7 +41,7 @@ def gradient(module: nn.Module) -> Tensor:
 
 def theirs(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
     """Gradients of the release's model, with the settings of run_pretrain.sh but for the weight,
-    and for its mode `erl`, which its own parser refuses."""
+    and for its mode, `erl`. The release's own parser refuses that, and has `erl_inv` for it."""
     for name in ("kornia", "kornia.augmentation", "kornia.augmentation.container"):
         sys.modules.setdefault(name, MagicMock())
     from builder import moco, utils
@@ -77,7 +77,7 @@ def ours(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
 def check_commit(release: str) -> None:
     """Exit with one sentence if the clone is at another commit."""
     command = ["git", "-C", release, "rev-parse", "HEAD"]
-    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    commit = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     if not commit.startswith("dbe5e93"):
         sys.exit(f"{release} is at {commit[:7]}: git -C {release} checkout dbe5e93")
 

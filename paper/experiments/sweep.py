@@ -91,15 +91,12 @@ def call(words: list[str], args: Namespace) -> None:
         subprocess.run([*shlex.split(args.launcher), *words], check=True)
 
 
-def own_rows(words: list[str], out: str) -> list[dict]:
-    """The rows of OUT/eval.json that an evaluation with these words wrote for the weights of
-    OUT/last.pt, and those its run began with, and for the images that are there now."""
+def own_rows(words: list[str], out: str, images: str) -> list[dict]:
+    """The rows of OUT/eval.json that an evaluation with these words wrote for these images, and
+    for the weights of OUT/last.pt and those its run began with."""
     args = eval_linear.parse(words)
     checkpoint = eval_linear.read_checkpoint(args)
     weights = [checkpoint.fingerprint, eval_linear.untrained(checkpoint).fingerprint]
-
-    sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])
-    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
 
     settings = json.loads(json.dumps(vars(args)))     # as they are in the file
     rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
@@ -128,6 +125,10 @@ def means(found: list[dict], run: str, seed: int, blocks: tuple[int, ...]) -> li
 def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) -> list[dict]:
     """Train and evaluate each run; write its rows to its folder, and return those of all runs."""
     data = ["--data", args.data, "--workers", str(args.workers)]
+    if not args.print:
+        sets = eval_linear.load_sets(eval_linear.parse(data), size=1)     # of any size
+        images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+
     rows = []
     for seed, run in product(args.seeds, args.runs):
         out = f"{args.out}/{run.name}-{seed}"
@@ -137,10 +138,10 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            if args.print or not own_rows(words, out):     # else it was done before
+            if args.print or not own_rows(words, out, images):     # else it was done before
                 call(["eval_linear.py", *words], args)
             if not args.print:
-                found += own_rows(words, out)
+                found += own_rows(words, out, images)
 
         own = means(found, run.name, seed, blocks)
         if own:
@@ -163,10 +164,10 @@ def check_alike(rows: list[dict]) -> None:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
 
     own: dict = {}     # run -> its script and flags
-    for row in rows:
-        first = own.setdefault(row["run"], row.get("own"))
-        if row.get("own") != first:
-            sys.exit(f"{row['run']} has rows of {first}, and of {row.get('own')}")
+    for row in [row for row in rows if "own" in row]:
+        first = own.setdefault(row["run"], row["own"])
+        if row["own"] != first:
+            sys.exit(f"{row['run']} has rows of {first}, and of {row['own']}")
 
 
 def select(rows: list[dict], run: str, measure: str, block: int) -> dict:

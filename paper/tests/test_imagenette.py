@@ -196,6 +196,12 @@ def test_the_encoders_that_are_here_are_those_of_the_rows():
         assert weights == {eval_linear.fingerprint(ser.load_encoder(path))}
 
 
+def test_no_two_runs_have_the_same_weights():
+    rows = json.loads(ser.Path(ROWS).read_text())
+    runs = {(row["weights"], row["run"]) for row in rows if row["weights"]}
+    assert len(dict(runs)) == len(runs) > 10
+
+
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
     over_control, over_moco = tables(tmp_path, capsys)
     linear = "linear top-1 %, block 6"

@@ -78,12 +78,18 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     results["rows"] = [row for row in theirs if row["encoder"] == "untrained"]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     words = f"--cache --equivariance --data {tmp_path} --workers 0"
-    assert not sweep.own_rows(f"--checkpoint {out}/SER-5/last.pt {words}".split(), f"{out}/SER-5")
+    for seed, counts in ((4, True), (5, False)):
+        line = f"--checkpoint {out}/SER-{seed}/last.pt {words}"
+        found = sweep.own_rows(line.split(), f"{out}/SER-{seed}", theirs[-1]["images"])
+        assert bool(found) == counts
 
     # Nor does one of the images that were there before.
     image = next(tmp_path.glob("val/*/*"))
     image.rename(image.with_stem("another"))
-    assert not sweep.own_rows(f"--checkpoint {out}/SER-4/last.pt {words}".split(), f"{out}/SER-4")
+    called = []
+    monkeypatch.setattr(sweep, "call", lambda words, args: called.append(words[0]))
+    sweep.main(sweep.settings(argv))
+    assert called.count("eval_linear.py") == 4
 
 
 @pytest.mark.parametrize("script, flags, told", [
