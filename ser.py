@@ -107,7 +107,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     # Choice, unlike MoCo-v3 (4.1), which resizes crops by Pillow.
     if x.shape[-2:] == size:
         return x
-    # PyTorch does not resize half precision on a CPU, so it goes through float32 on all devices.
+    # PyTorch cannot resize half precision on a CPU, so all devices do it in float32.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
@@ -173,7 +173,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
 # image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
 def seed_of(*names: Any) -> int:
-    """A seed made from names and numbers. Python's hash would differ between processes."""
+    """A seed made from names and numbers. Python's hash differs between processes."""
     return random.Random(repr(names)).getrandbits(63)
 
 
@@ -444,7 +444,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # This is three times the largest sigma or more, as views of b2 have other sides than b1's.
+    # At least three times the largest sigma, as b2 has other sides than b1.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -459,7 +459,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
-# Parameters have timm's names. paper/experiments/convert.py brings weights from there, and back.
+# Parameters have timm's names, for paper/experiments/convert.py.
 class Attention(nn.Module):
     """Self-attention on (B, N, D)."""
     def __init__(self, dim: int, heads: int):
@@ -498,7 +498,7 @@ class Encoded(NamedTuple):
 
 
 class ViT(nn.Module):
-    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`, or with 0 at the input."""
+    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`; 0 is the input."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -531,7 +531,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w), and keep maps and [CLS] after the blocks `layers`, from 1 on."""
+        """Encode (B, 3, h, w); keep maps and [CLS] after the blocks `layers`, from 1 on."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -701,7 +701,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """InfoNCE of q and k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
+    """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
@@ -774,7 +774,7 @@ class SER(nn.Module):
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
 
-        # The control, of weight 0, computes L_equiv as well, so that it differs in nothing else.
+        # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
         equiv = self.l_equiv(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -916,7 +916,7 @@ def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> No
 
 
 def save(path: Path, **state: Any) -> None:
-    """Write beside `path`, then rename, so that a kill or crash leaves a whole file, old or new."""
+    """Write beside `path`, then rename, so a crash leaves a whole file, old or new."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -942,7 +942,7 @@ def load_encoder(path: str | Path) -> ViT:
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a checkpoint, and return its step. Exits if it is of a run with other settings."""
+    """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
     # The folders `data` and `out` may have moved. The others change no result.
@@ -966,7 +966,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 #     schedule(optimizer, args, epoch)   called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default of MoCo-v3 + SER; returns the checkpoint's path."""
+    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
     # Images and plan.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -993,11 +993,11 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    run = settings | {"steps": steps, "b2": ranks * b2_per_rank(args, ranks),
-                      "device": device.type, "code": CODE_CHECKSUM}
+    run = Namespace(**settings, steps=steps, b2=ranks * b2_per_rank(args, ranks),
+                    device=device.type, code=CODE_CHECKSUM)
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
-        print_plan(Namespace(**run), start)
+        print_plan(run, start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1010,7 +1010,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for methods that sample there, such as DINO with stochastic depth.
+        # Forward. The seed is for base methods that sample there, such as DINO.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
@@ -1144,7 +1144,7 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is in the range. This refuses nan, and by the limit 1e9 infinity, too."""
+    """The value, if it is in the range. As all limits are finite, this refuses nan and inf."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -1191,23 +1191,23 @@ def print_plan(run: Namespace, start: int) -> None:
     print(line)
 
 
-def open_log(path: Path, run: dict, start: int) -> tuple[TextIO, tqdm]:
+def open_log(path: Path, run: Namespace, start: int) -> tuple[TextIO, tqdm]:
     """A log, which gets a line of all settings at each start, and a bar that counts images, on
     rank 0 alone. It makes the folder of the run."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew has a log of its own
     log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
-    print(json.dumps(run), file=log)
+    print(json.dumps(vars(run)), file=log)
 
-    size = run["batch_size"]
-    bar = tqdm(total=run["steps"] * size, initial=start * size, disable=rank > 0,
+    size = run.batch_size
+    bar = tqdm(total=run.steps * size, initial=start * size, disable=rank > 0,
                unit=" images", unit_scale=True)
     return log, bar
 
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
-    """Draw up to eight rows of rho_g(x1) and x2 of b2, equal up to colours and resampling."""
+    """Draw rho_g(x1) and x2 of up to eight images, alike up to colours and resampling."""
     x1, x2 = views[:2]
     moved = rho(relative(x2.geometry, x1.geometry), x1.b2, cell)
     pairs = torch.stack([moved, x2.b2], dim=1)[:8].flatten(0, 1)
@@ -1222,8 +1222,8 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     if ranks > 1:
         dist.all_reduce(values)
         # In torch 2.6, a rank may hang at its end if a thread of gloo is the last to hold a tensor
-        # that was reduced. So the last one is kept here until the run has ended.
-        bar.keep_alive = values
+        # that was reduced. So the bar holds the last one until the run has ended.
+        bar.last_reduced = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
     bar.set_postfix(means)

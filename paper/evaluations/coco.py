@@ -155,7 +155,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
 
     flip = v2.RandomHorizontalFlip()     # Choice: flips are the only augmentation
     plan = {"steps": args.iterations, "batch_size": args.batch_size}
-    log, bar = ser.open_log(path.with_suffix(".jsonl"), run | plan, start)
+    log, bar = ser.open_log(path.with_suffix(".jsonl"), Namespace(**run | plan), start)
     for step, batch in enumerate(loader, start):
         # Flips, and the proposals that torchvision trains on, are sampled from this seed.
         torch.manual_seed(ser.seed_of(args.seed, "coco", step, rank))

@@ -100,7 +100,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
     loss_of = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
     per_epoch = len(data) // args.batch_size     # the last, incomplete batch is not used
     plan = {"steps": args.epochs * per_epoch, "batch_size": args.batch_size}
-    log, bar = ser.open_log(path.with_suffix(".jsonl"), run | plan, start)
+    log, bar = ser.open_log(path.with_suffix(".jsonl"), Namespace(**run | plan), start)
 
     for epoch in range(start // per_epoch, args.epochs):
         order = torch.randperm(len(data), generator=ser.rng(args.seed, "finetune", epoch))
