@@ -38,7 +38,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
-from ser import Geometry, ViT, rho
+from ser import ViT, rho
 
 # That of ser.py and of this file.
 CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
@@ -409,7 +409,14 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for part, x in enumerate(images.split(32)):
-        g = sample_moving(element, part, len(x), h // patch)
+        # Every image is turned or flipped, as the tokens of one that stays would all find
+        # themselves. A scaling may happen to end with the size of before.
+        g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, part, 2))
+        if element == "rot90":
+            g = g._replace(turns=1 + torch.arange(len(x)) % 3)
+        if element == "hflip":
+            g = g._replace(flip=torch.ones_like(g.flip))
+
         z = unit_tokens(rho(g, f1(change(x))))
         z_prime = unit_tokens(f1(change(rho(g, x, patch))))
         if len(z) != len(z_prime):
@@ -425,17 +432,6 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 def unit_tokens(h: Tensor) -> Tensor:
     """The tokens of maps (B, D, H, W) in fp32, with length 1; (B H W, D)."""
     return F.normalize(h.movedim(1, -1).flatten(0, 2).float())
-
-
-def sample_moving(element: str, part: int, n: int, grid: int) -> Geometry:
-    """Motions of n images, by one kind. Every image is turned or flipped, as the tokens of one
-    that stays would all find themselves. A scaling may happen to end with the size of before."""
-    g = ser.sample_geometry(n, grid, (element,), ser.rng(element, part, 2))
-    if element == "rot90":
-        g = g._replace(turns=1 + torch.arange(n) % 3)
-    if element == "hflip":
-        g = g._replace(flip=torch.ones_like(g.flip))
-    return g
 
 
 def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -36,15 +36,10 @@ def choose_photos(data: str) -> list[str]:
     return [folder.samples[folder.targets.index(label)][0] for label in range(3)]
 
 
-def turn(x: Tensor) -> Tensor:
-    """A quarter turn, counter-clockwise, of images or maps (..., S, S)."""
-    return torch.rot90(x, 1, (-2, -1))
-
-
 def copies(photo: Tensor, number: int) -> Tensor:
     """A photograph (3, S, S) in [0, 1] and its turned copy, each in colours of its own, as the
     encoder takes them; (2, 3, S, S). A larger photograph gets the same colours."""
-    both = torch.stack([photo, turn(photo)])
+    both = torch.stack([photo, photo.rot90(1, (1, 2))])
     return eval_linear.recolour_and_normalise(both, ser.rng("correspondence", number))
 
 
@@ -53,7 +48,7 @@ def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
     """Whether each token of the turned copy is found, after a block, by the token of the
     photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
     still, moved = encoder(both, [layer]).maps[layer]                             # (D, H, W)
-    z = F.normalize(turn(still).flatten(1), dim=0)                                # (D, N)
+    z = F.normalize(still.rot90(1, (1, 2)).flatten(1), dim=0)                     # (D, N)
     z_prime = F.normalize(moved.flatten(1), dim=0)
     nearest = (z.T @ z_prime).argmax(1)
     return (nearest == torch.arange(len(nearest))).view(moved.shape[1:])

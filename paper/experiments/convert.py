@@ -19,10 +19,7 @@ import ser
 
 def from_timm(state: dict, heads: int) -> dict:
     """Our checkpoint of timm's or moco-v3's; heads: 0 if the command line does not tell."""
-    stored = state.get("heads", 0)     # by --to-timm
-    if heads and stored and heads != stored:
-        sys.exit(f"--heads {heads}: the file says {stored}")
-    heads = heads or stored
+    heads = state.get("heads", heads)     # as --to-timm stored it
     state = state.get("state_dict", state.get("model", state))
     prefix = "module.base_encoder."
     if f"{prefix}cls_token" in state:

@@ -45,9 +45,7 @@ def test_our_encoder_gives_timm_its_outputs_and_comes_back(tmp_path):
     run("--to-timm", path, tmp_path / "timm.pth")
     vit = shaken_timm(4)
     pytest.importorskip("timm").models.load_checkpoint(vit, str(tmp_path / "timm.pth"))
-    words = ["--from-timm", tmp_path / "timm.pth", tmp_path / "back.pt"]
-    assert "the file says 4" in sentence(run, *words, "--heads", 2)
-    run(*words)
+    run("--from-timm", tmp_path / "timm.pth", tmp_path / "back.pt", "--heads", 2)     # it has 4
     for ours in (path, tmp_path / "back.pt"):
         torch.testing.assert_close(ser.load_encoder(ours)(IMAGES).cls, vit(IMAGES))
 

@@ -4,14 +4,14 @@ import torch
 import eval_linear
 import ser
 from paper.evaluations import correspondence
-from paper.evaluations.correspondence import copies, found, turn
+from paper.evaluations.correspondence import copies, found
 from paper.tests.toys import call, class_folders, toy_checkpoint
 from test_ser import close, noise
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     still = noise(3, 4, 4)
-    moved = turn(still).clone()
+    moved = still.rot90(1, (1, 2)).clone()
     moved[:, 2, 2] *= -1
     moved[:, 3, 0] = moved[:, 1, 1]
     colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
@@ -35,7 +35,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         photo = eval_linear.eval_transform(16)(image) / 255
         shown = eval_linear.eval_transform(32)(image) / 255     # finer than the encoder's
         still, copy = copies(shown, number) * ser.STD + ser.MEAN
-        assert min((copy - turn(x)).abs().mean() for x in (shown, still)) > 0.02
+        assert min((copy - x.rot90(1, (1, 2))).abs().mean() for x in (shown, still)) > 0.02
         wanted = {"photograph": shown, "rotated and recoloured": copy}
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
             tokens = found(ser.load_encoder(path), copies(photo, number), 2)
