@@ -43,10 +43,9 @@ parametrize = pytest.mark.parametrize
 torch.set_num_threads(1)     # sums depend on the number of threads; runs are compared bit for bit
 
 HERE = Path(ser.__file__).resolve().parent
-TOY = dict(
-    image_size=16, patch_size=4, dim=16, depth=3, heads=2, moco_hidden=16, cls_layer=1,
-    equiv_layers=[1], ratio=0.5, crop_min=0.3, batch_size=8, epochs=2.0,
-    warmup_epochs=0.4, workers=0, log_every=1)
+TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, moco_hidden=16, cls_layer=1,
+           equiv_layers=[1], ratio=0.5, crop_min=0.3, batch_size=8, epochs=2.0, warmup_epochs=0.4,
+           workers=0, log_every=1)
 
 
 def toy(data="", out="", **changes):
@@ -753,8 +752,7 @@ def plain_run(request, folder, tmp_path_factory):
 
     plain = copy.deepcopy(start)
     losses = plain_steps(plain, views, (1, 2) if args.ratio else ())
-    return ser.Namespace(
-        args=args, out=out, start=start, views=views, plain=plain, losses=losses)
+    return ser.Namespace(args=args, out=out, start=start, views=views, plain=plain, losses=losses)
 
 
 def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
