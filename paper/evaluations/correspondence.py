@@ -48,10 +48,12 @@ def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
     """Whether each token of the turned copy is found, after a block, by the token of the
     photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
     still, moved = encoder(both, [layer]).maps[layer]                             # (D, H, W)
-    z = F.normalize(still.rot90(1, (1, 2)).flatten(1), dim=0)                     # (D, N)
+    turned = still.rot90(1, (1, 2))
+    z = F.normalize(turned.flatten(1), dim=0)                                     # (D, N)
     z_prime = F.normalize(moved.flatten(1), dim=0)
     nearest = (z.T @ z_prime).argmax(1)
-    return (nearest == torch.arange(len(nearest))).view(moved.shape[1:])
+    own = torch.arange(len(nearest))
+    return (nearest == own).view(moved.shape[1:])
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
@@ -81,7 +83,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(seen, number), layer)
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
-            strength = F.interpolate(0.15 + 0.85 * tokens[None, None].float(), shown.shape[1:])
+            opacity = 0.15 + 0.85 * tokens.float()
+            strength = F.interpolate(opacity[None, None], shown.shape[1:])
             pictures[title] = MISSED + strength[0] * (copy - MISSED)
 
         for panel, (title, picture) in zip(row, pictures.items()):

@@ -61,7 +61,8 @@ def version_features(encoder: ser.ViT, data: Dataset, layers: list, workers: int
 
         # Choice: the mean patch token, which every method has after every block; SER's [CLS] enters
         # after block 3. No LayerNorm after the last: the probe standardises its features.
-        means = torch.stack([maps[layer].float().mean((2, 3)) for layer in layers], dim=1)
+        means = [maps[layer].float().mean((2, 3)) for layer in layers]
+        means = torch.stack(means, dim=1)
         batches.append(means.unflatten(0, (5, -1)))                               # (V, B, L, D)
     return torch.cat(batches, dim=1).transpose(0, 1)
 
@@ -118,10 +119,11 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         for name, (x, x_test) in features.items():
             line = f"  {name:28}"
             for place, layer in enumerate(layers):
-                value = probe(x[:, :, place], x_test[:, :, place], versions, args.seed)
+                own, own_test = x[:, :, place], x_test[:, :, place]
+                value = probe(own, own_test, versions, args.seed)
                 line += f"{value:8.2f}"
-                own = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
-                rows[name] += [row | {"encoder": name} for row in own]
+                made = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
+                rows[name] += [row | {"encoder": name} for row in made]
             lines.append(line)
         if layers == PAPER_LAYERS:
             lines.append(PAPER[task])

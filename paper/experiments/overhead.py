@@ -161,8 +161,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args, args.flags = parser.parse_known_args(argv)
     if args.rows != "step":
         parser.parse_args(argv)     # exits, as only steps have flags of ser.py
-    if args.rows == "loader" and not args.data:
-        parser.error("--rows loader needs --data")
     return args
 
 
