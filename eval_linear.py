@@ -15,8 +15,14 @@ The second line is the protocol of 4.1. Flags ask for other things:
 Without --data, images are synthetic, and heads learn from centre crops. The untrained encoder is
 then evaluated in any case, and so is equivariance, but of turns and after one block alone.
 
-Each row of eval.json names the settings, the images, the code and, by a fingerprint, the weights
-of the encoder. The best linear head is kept beside it. A stopped evaluation begins anew.
+Results are rows of eval.json, in the folder of the checkpoint. This is one of them, shortened:
+
+    {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
+     "code": "1c2d...", "encoder": "trained", "set": "val", "classes": 1000, "block": 12,
+     "measure": "20-NN top-1 %", "value": 61.6}
+
+`weights` is a fingerprint of the encoder. Beside it, eval.jsonl has a line for each epoch of the
+heads, and head-*.pt is the best linear head. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -40,7 +46,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# That of ser.py and of this file.
+# Of ser.py and this file together.
 CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
@@ -49,7 +55,7 @@ def arguments() -> ArgumentParser:
     """The flags of eval_linear.py."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", default="", help="folder with train/CLASS, val/CLASS; or synthetic")
+    add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
@@ -103,7 +109,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):     # some have no `steps`
+        if state["step"] < state.get("steps", 0):     # those of `convert` have no `steps`
             print(f"{args.checkpoint} is of a run that has not ended, after step "
                   f"{state['step']} of {state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
@@ -141,8 +147,8 @@ def fingerprint(module: nn.Module) -> str:
 class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
-    centre_crops: Dataset             # of the training images
-    random_crops: Dataset | None      # of the same; None without --data
+    train_centre: Dataset             # centre crops of the training images
+    train_random: Dataset | None      # random crops of them; None without --data
     tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
 
 
@@ -155,17 +161,15 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., with labels, which are
-
-        of the training images    the place of CLASS among their own sorted folders
-        of another set            the place of CLASS among `classes`, those of the training images
-        of ImageNet-V2            CLASS itself, as its folders are called 0, 1, ..., 999"""
+    """The images root/CLASS/... The label of a class is its place among `classes`, those of the
+    training images or, without them, among the sorted folders of root. If no folder has the name
+    of a class, as in ImageNet-V2, folders must be called by the labels 0, 1, ... themselves."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
 
     names = list(classes or folder.classes)     # of labels 0, 1, ...
-    if not set(names) & set(folder.classes):    # as in ImageNet-V2
+    if not set(names) & set(folder.classes):
         names = [str(label) for label in range(len(names))]
     for name in folder.classes:
         if name not in names:
@@ -187,21 +191,21 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    centre_crops = class_folder(train, centre)
-    classes = centre_crops.classes
+    train_centre = class_folder(train, centre)
+    classes = train_centre.classes
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # No row is to be taken for one of the training images.
+        # No row is to be taken for one of the training images, or of crops of them.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
                      f"{', '.join(taken)}")
         tests[name] = class_folder(folder, centre, classes)
-    return Sets(classes, centre_crops, class_folder(train, random_crop), tests)
+    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
 
 
 def describe(sets: dict[str, Dataset]) -> str:
@@ -242,13 +246,14 @@ def autocast(x: Tensor) -> torch.autocast:
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     """Images (B, 3, S, S) uint8 -> features (B, 4 D) in fp32: [CLS] after each of the last four
     blocks (4.1), in their order, so that the last D columns are of the last block. Choice: they
-    pass the final LayerNorm. Choice: a block that [CLS] has not entered is left out."""
+    pass the final LayerNorm. Choice: blocks before [CLS] enters are left out, which leaves fewer
+    than 4 D columns if it enters among the last four."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     last_four = range(encoder.depth - 3, encoder.depth + 1)
     with autocast(x):
         cls_at = encoder(x, last_four).cls_at
-        tokens = [encoder.norm(cls) for cls in cls_at.values()]
-    return torch.cat(tokens, dim=1).float()
+        features = [encoder.norm(cls) for cls in cls_at.values()]
+    return torch.cat(features, dim=1).float()
 
 
 def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
@@ -294,7 +299,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
     ranks share this, and then each of them trains all heads. On ImageNet, features of a ViT-S are
     8 GB, and those of `centre` and of an epoch are on a GPU. `log` gets a line for each epoch."""
     x_val, y_val = val
-    n_images = len(sets.centre_crops)
+    n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
     steps = n_images // batch     # the last, incomplete batch is not used
 
@@ -310,13 +315,13 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
 
     _, rank = ser.ranks_and_rank()
-    weights = fingerprint(encoder)
+    encoder_fingerprint = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if args.cache:
             x_train, y_train = centre
         else:
             x_train = None     # frees those of the epoch before
-            crops = Seeded(sets.random_crops, args.seed, epoch)
+            crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
@@ -333,7 +338,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
         with torch.no_grad():
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         line = {
-            "weights": weights,
+            "weights": encoder_fingerprint,
             "settings": vars(args),
             "epoch": epoch + 1,
             "val top-1 %": dict(zip(args.lr, top1))}
@@ -397,12 +402,12 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), which f1 or, if given, `change` takes. n should be a multiple of 32,
+    images: (n, 3, S, S), what `change` takes, or f1 without it. n should be a multiple of 32,
         as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
-    change: makes of the images of either copy what f1 takes, for instance by a random colour
-        jitter. Without it, even the mean colour of a patch would find almost every turned
-        token."""
+    change: is applied to the images before f1, and to the moved ones anew, for instance a random
+        colour jitter. Without it, even the mean colour of a patch would find almost every
+        turned token."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
@@ -438,11 +443,11 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
     of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    none = torch.zeros(len(x))
+    zeros = torch.zeros(len(x))
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
-        gray=none, blur=none, solarize=none)
+        gray=zeros, blur=zeros, solarize=zeros)
     return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
@@ -526,7 +531,7 @@ def print_table(rows: Sequence[dict]) -> None:
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
-    x_train, y_train = extract(encoder, sets.centre_crops, args)
+    x_train, y_train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
     if args.with_heads:
         head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
@@ -562,8 +567,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer, a multiple
-    # of 32, among which `retrieval` looks.
+    # Choice: 512 images, spread over val, as folders are sorted by class. If val has fewer, as
+    # many groups of 32 as it has, because `retrieval` looks among the tokens of 32 images.
     n = len(val) if len(val) < 32 else min(512, len(val) // 32 * 32)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
@@ -592,7 +597,7 @@ def evaluate(args: Namespace) -> list[dict]:
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
 
-    # Of which motions equivariance is measured, and after which blocks.
+    # The motions and blocks for which equivariance is measured.
     pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
@@ -617,7 +622,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     _, rank = ser.ranks_and_rank()
     if rank == 0:
-        images = describe({"train": sets.centre_crops, **sets.tests})
+        images = describe({"train": sets.train_centre, **sets.tests})
         for name, measured in checkpoints.items():
             own = [row for row in rows if row["encoder"] == name]
             write(path, own, args, measured, images)

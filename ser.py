@@ -14,9 +14,9 @@ a second one at an intermediate layer, where the patch tokens still form a map o
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
-    python ser.py                                                 tiny ViT, synthetic images
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.06  one GPU, see --ratio
-    torchrun --nproc_per_node=8 ser.py --data /imagenet           the main setting of the paper
+    python ser.py                                                    tiny ViT, synthetic images
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
+    torchrun --nproc_per_node=8 ser.py --data /imagenet              the paper's main setting
 
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
@@ -61,7 +61,7 @@ from tqdm import tqdm
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
 # end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
-Tensor = torch.Tensor
+Tensor = torch.Tensor                      # not imported above, so that it is copied, too
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
@@ -71,14 +71,14 @@ class Geometry(NamedTuple):
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
-    # Choice, unlike Algorithm 1: the images of a view share one scaling, and stay one tensor.
+    # Choice, unlike Algorithm 1: the images of a view share one scaling, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    All is sampled, whatever `elements` are, so that these change nothing else."""
+    Everything is sampled in any case, so that `elements` do not change what is sampled later."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -129,7 +129,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn, which exchanges the sides. So every
     # map is resized twice, as it is and after a quarter turn, and then the flags choose. Without
-    # `contiguous`, the result is transposed in memory, and the encoder rounds otherwise.
+    # `contiguous`, the result is transposed in memory, and the encoder rounds differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -145,9 +145,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # Choice: the scaling of view 1, undone, stands to the right of the turns. Moved to their left,
-    # it is a resize as well, with exchanged sides. This and the scaling of view 2 are one resize
-    # here, to the grid of view 2, as two would lead to the same grid and blur more.
+    # With scalings, g_i = S_i Q^ti M^mi, so g = S2 Q^t M^m S1^-1. Choice: S1^-1 is moved to the
+    # left, past the turns. There it is still a resize, of exchanged sides if t is odd. It and S2
+    # are one resize here, to the grid of view 2, as two would lead to the same grid and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -173,7 +173,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
 # image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
 def seed_of(*names: Any) -> int:
-    """A seed made from names and numbers. Python's hash differs between processes."""
+    """A seed made from names and numbers, the same in all processes, which `hash` is not."""
     return random.Random(repr(names)).getrandbits(63)
 
 
@@ -193,14 +193,14 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """Yield this rank's batches of all steps from `start` to before `end`, as lists of items
     (epoch, index, in_b2), first those of b1, then those of b2. The last, incomplete batch of an
-    epoch is dropped. Both parts divide by R, as the batch does."""
+    epoch is dropped. The sizes of b1 and b2 are multiples of R, as that of the batch is."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
 
     for step in range(start, end):
         epoch, place = divmod(step, n_images // size)     # the batch's place in its epoch
-        if step == start or place == 0:
+        if step == start or place == 0:     # a run may go on in the middle of an epoch
             order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
             batches = order.split(size)
 
@@ -274,7 +274,6 @@ def sample_view(image: Tensor, settings: ViewSettings,
     """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was sampled for
     it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
     aug = Augmentation()
-    flip = False
     if not in_b2:
         h, w = image.shape[-2:]
         top, left, height, width = RandomResizedCrop.get_params(image, settings.area, ASPECT)
@@ -284,7 +283,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
 
     # Paper: 3.2, b2 is not cropped. Choice: it becomes a square, which rho_g resizes again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
-    if flip:
+    if aug.flip:
         pixels = pixels.flip(-1)
 
     if random.random() < P_COLOUR:
@@ -444,7 +443,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # At least three times the largest sigma, as b2 has other sides than b1.
+    # About three times the largest sigma, for views of any size.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -580,9 +579,9 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
-# Choice: as 3.3 stops no gradient anywhere, it passes through anchors and keys of both views. In
-# the release, all tokens pass a gather that stops it, so its L_equiv trains nothing
-# (builder/moco.py, lines 956 and 1067). README.md shows this.
+# Choice: the gradient passes through anchors and keys of both views, as 3.3 stops it nowhere. In
+# the release, all tokens pass a gather that stops the gradient (builder/moco.py, lines 956 and
+# 1067), so its L_equiv trains nothing. README.md has a command that shows it.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -632,7 +631,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
-        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
+        logits = torch.einsum("ijk,mpk->ijmp", z / temperature, keys)      # (B, N, R B, 2N)
 
         # Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
         # (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations",
@@ -664,7 +663,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
                       temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
     """L_equiv for other trainings, with the motions sampled and the images moved. ser.py does not
-    call it. Gradients must then be averaged over ranks, as DDP does.
+    call it. On several ranks, gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
@@ -690,13 +689,12 @@ def mlp(*widths: int) -> nn.Sequential:
     without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
-    *widths, out_dim = widths
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
+    for fan_in, fan_out in pairwise(widths[:-1]):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
     layers += [
-        nn.Linear(widths[-1], out_dim, bias=False), nn.BatchNorm1d(out_dim, affine=False)]
+        nn.Linear(*widths[-2:], bias=False), nn.BatchNorm1d(widths[-1], affine=False)]
     return nn.Sequential(*layers)
 
 
@@ -790,7 +788,7 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# What replaces the defaults without --data, where images are synthetic.
+# Without --data, images are synthetic, and these are the defaults.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -824,14 +822,15 @@ def arguments() -> ArgumentParser:
     add("--equiv-layers", count, [3],
         "blocks with L_equiv: the last of f1 in the paper's main setting", nargs="+")
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; .06 for 256 images, so that b2 has 15; 0: no b2")
+        "r, share of b2 in a batch; its tokens need other images as negatives, so with "
+        "256 images take .0625, which is 16; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
     add("--moco-hidden", count, 4096, "width of MoCo-v3's hidden layers")
     add("--crop-min", share, 0.08, "least share of the image in a crop")
     add("--batch-size", count, 2048, "images per step, over all ranks")
-    add("--epochs", positive, 100.0, "also fractions")
+    add("--epochs", positive, 100.0, "passes over the images, also fractions")
     add("--warmup-epochs", nonnegative, 10.0,
         "epochs of linear warmup; if the run is not longer than that, a tenth of it")
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
@@ -1063,9 +1062,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     return images, checksum([path.removeprefix(f"{root}/") for path in images])
 
 
-def checksum(names: Sequence[str]) -> str:
-    """A short text that tells one list of names from another."""
-    return f"{zlib.crc32(os.fsencode('/'.join(names))):08x}"
+def checksum(texts: Sequence[str]) -> str:
+    """A short text that tells one list of texts from another."""
+    return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
 CODE_CHECKSUM = checksum([Path(__file__).read_text()])     # that of this file

@@ -87,7 +87,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     if ser.ranks_and_rank()[1] > 0:
         return
 
-    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+    images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
     images += f", split {ser.checksum(sorted(numpy.load(args.split).tolist()))}"
     eval_linear.write(path, rows, args, checkpoint, images)
     eval_linear.print_table(rows)

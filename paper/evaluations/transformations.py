@@ -102,7 +102,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     run = Namespace(**checkpoint.settings)
     layers = [layer for layer in args.layers if layer <= run.depth]
     sets = eval_linear.load_sets(args, run.image_size)
-    train = spread(sets.centre_crops, args.images)
+    train = spread(sets.train_centre, args.images)
     test = spread(sets.tests["val"], args.images // 2)
 
     checkpoints = {"untrained": eval_linear.untrained(checkpoint), "trained": checkpoint}
@@ -128,7 +128,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         if layers == PAPER_LAYERS:
             lines.append(PAPER[task])
 
-    images = eval_linear.describe({"train": sets.centre_crops, **sets.tests})
+    images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
     for name, measured in checkpoints.items():
         eval_linear.write(path, rows[name], args, measured, images)
     print("\n".join(lines))

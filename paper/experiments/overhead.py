@@ -25,7 +25,7 @@ import ser
 CUDA = torch.cuda.is_available()
 PLAIN = ["--ratio", "0", "--cls-layer", "0"]     # MoCo-v3
 # r of `step`: the paper's, and README's for one GPU. On a CPU, 2 and 4 of 16 images are in b2.
-RATIOS = ("0.01", "0.06") if CUDA else ("0.125", "0.25")
+RATIOS = ("0.01", "0.0625") if CUDA else ("0.125", "0.25")
 
 
 def count() -> dict[str, float]:
