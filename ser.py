@@ -397,13 +397,15 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     # These are the operations of torchvision's colour jitter, with a factor of its own for each
     # image. A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
     # Choice, unlike MoCo-v3 (4.1), which jitters bytes: floats.
-    for operation in order.tolist():
-        if operation == 0:       # brightness: towards black, or away from it
+    operations = ("brightness", "contrast", "saturation", "hue")
+    for number in order.tolist():
+        operation = operations[number]
+        if operation == "brightness":       # towards black, or away from it
             x = (column(aug.brightness) * x).clamp(0, 1)
-        elif operation == 1:     # contrast: towards the mean gray, or away from it
+        elif operation == "contrast":       # towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
             x = mean.lerp(x, column(aug.contrast)).clamp(0, 1)
-        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
+        elif operation == "saturation":     # towards the gray of each pixel, or away from it
             x = rgb_to_grayscale(x).lerp(x, column(aug.saturation)).clamp(0, 1)
         else:
             x = shift_hue(x, column(aug.hue))
@@ -988,7 +990,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # Loader and log.
+    # Loader and log. A generator will do as a sampler, as the loader is read once.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
