@@ -10,16 +10,16 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --mlp             MLPs in place of linear heads, also with --cache
     --knn             20-NN alone, in minutes
     --equivariance    equivariance after every block, alone or beside what other flags ask for.
-                      All is measured for the untrained encoder of the run, too
+                      The untrained encoder of the run is then evaluated in the same way
 
-Without --data, images are synthetic, and heads learn from centre crops. The untrained encoder is
-then evaluated in any case, and so is equivariance, but of turns and after one block alone.
+Without --data, images are synthetic, and heads learn from whole images. The untrained encoder is
+then always evaluated, and so is the equivariance of turns after one block.
 
 Results are rows of eval.json, in the folder of the checkpoint. This is one of them, shortened:
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
-     "code": "1c2d...", "encoder": "trained", "set": "val", "classes": 1000, "block": 12,
-     "measure": "20-NN top-1 %", "value": 61.6}
+     "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
+     "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. Beside it, eval.jsonl has a line for each epoch of the
 heads, and head-*.pt is the best linear head. A stopped evaluation begins anew.
@@ -168,16 +168,16 @@ def class_folder(root: str | Path, transform: Callable | None,
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)
 
-    names = list(classes or folder.classes)     # of labels 0, 1, ...
-    if not set(names) & set(folder.classes):
-        names = [str(label) for label in range(len(names))]
+    label_of = {name: label for label, name in enumerate(classes or folder.classes)}
+    if label_of.keys().isdisjoint(folder.classes):
+        label_of = {str(label): label for label in label_of.values()}
     for name in folder.classes:
-        if name not in names:
+        if name not in label_of:
             sys.exit(f"{root}: the training images have no class {name}")
 
-    # ImageFolder counts the classes of this folder alone.
-    labels = [names.index(name) for name in folder.classes]
-    folder.samples = [(path, labels[own]) for path, own in folder.samples]
+    # ImageFolder's own labels are places among the classes of this folder.
+    names = folder.classes
+    folder.samples = [(path, label_of[names[place]]) for path, place in folder.samples]
     return folder
 
 
@@ -382,8 +382,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in
-    training, g = g2 g1^-1 of two sampled views, where some images stay as they are."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled
+    as that of two views in training, g2 g1^-1, so some images stay as they are."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -443,7 +443,7 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
     of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    zeros = torch.zeros(len(x))
+    zeros = torch.zeros(len(x))     # every field is a tensor here
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],

@@ -104,12 +104,13 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
-    # Choice, unlike MoCo-v3 (4.1), which resizes crops by Pillow.
     if x.shape[-2:] == size:
         return x
-    # PyTorch cannot resize half precision on a CPU, so all devices do it in float32.
+    # CPUs resize bytes, float32 and float64, but no half precision, which becomes float32 here on
+    # all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
+    # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -145,9 +146,10 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings, g_i = S_i Q^ti M^mi, so g = S2 Q^t M^m S1^-1. Choice: S1^-1 is moved to the
-    # left, past the turns. There it is still a resize, of exchanged sides if t is odd. It and S2
-    # are one resize here, to the grid of view 2, as two would lead to the same grid and blur more.
+    # With scalings S1 and S2, g_i = S_i Q^ti M^mi, and
+    #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
+    # where S' is S1^-1 past the turns, a resize with rows and columns exchanged if t is odd.
+    # Choice: S2 S' is one resize, to the grid of view 2. Two would end there too, and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -219,8 +221,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
 # T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and samples
-# crops and jitter. `make_views` samples the motions, moves b2 and makes the jitter. It does so on
-# the device, as CPU cores would take longer for it than for reading and cropping.
+# crops and jitter. `make_views` samples the motions and the order of the jitter, moves b2 and makes
+# the jitter. It does so on the device, as CPU cores would take longer for it than for reading and
+# cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -353,18 +356,18 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
-    for number, (pixels, aug) in enumerate(loaded):
+    for view_number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2
         # Choice, unlike MoCo-v3 (4.1): for speed, all images of a view share one order.
-        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, number))
+        order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:B1] for field in aug])
         b1 = jitter_and_normalise(images[:B1], aug_b1, order)
 
         b2 = g = None
         if B2 > 0:
-            shared = rng(args.seed, "geometry", step, number)
+            shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
             g = sample_rank_geometry(B2, grid, args.group, shared)
             # Choice: the motion comes before the photometric jitter.
@@ -434,7 +437,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
     # Let k count on the circle from the hue where a channel begins to fall, which is 1 for red, 3
     # for green and 5 for blue, so k is the hue plus 5, 3 or 1. The channel falls from `value` at
-    # k = 0 to value - chroma at 1, stays there until 3, is back at 4, and stays there until 6.
+    # k = 0 to value - chroma at 1, stays there until 3, is back at `value` at 4, and stays there.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -445,7 +448,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # About three times the largest sigma, for views of any size.
+    # About three times the largest sigma, less in small views of b2 and more in large ones.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -518,7 +521,7 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
         # Paper: 4.1, as MoCo-v3: Xavier's weights, where q, k and v count as three matrices, and
-        # a patch embedding that stays random.
+        # a patch embedding that stays random (its --stop-grad-conv1).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -569,6 +572,8 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
+# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1, projects
+# the tokens of both views and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
     512."""
@@ -712,7 +717,8 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). Its projector is not that of L_equiv."""
+    """MoCo-v3 (Chen et al. 2021), by default with its own values. Its projector is not that of
+    L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -984,13 +990,14 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
+    # What must be the same when the run goes on. `run` has what is told and logged besides.
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
         "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # Loader and log. A generator will do as a sampler, as the loader is read once.
+    # Loader and log. The sampler is a generator, as it is read once.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
