@@ -199,7 +199,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # No row is to be taken for one of the training images, or of crops of them.
+        # No row is to be taken for one of the training images, or of the crops heads learn from.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -320,7 +320,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
         if args.cache:
             x_train, y_train = centre
         else:
-            x_train = None     # frees those of the epoch before
+            x_train = None     # frees the features of the epoch before
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
@@ -443,7 +443,7 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
     of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    zeros = torch.zeros(len(x))     # every field is a tensor here
+    zeros = torch.zeros(len(x))     # what the jitter reads must be tensors
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],

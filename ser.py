@@ -128,9 +128,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(column(g.flip), x.flip(-1), x)
     x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
-    # What is left of an odd number of turns is a quarter turn, which exchanges the sides. So every
-    # map is resized twice, as it is and after a quarter turn, and then the flags choose. Without
-    # `contiguous`, the result is transposed in memory, and the encoder rounds differently.
+    # What is left of an odd number of turns is a quarter turn, which exchanges rows and columns.
+    # So each map and its quarter turn are both resized to g.grid, whatever their own sides, and
+    # the flags choose. `contiguous` keeps the usual order in memory, on which rounding depends.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -138,18 +138,18 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (3.1)."""
-    # Without scalings, g_i = Q^t_i M^m_i: first a flip M if m_i is 1, then t_i quarter turns Q.
-    # As M M = 1 and M Q = Q^-1 M,
+    # Without scalings, g_i is Q^ti M^mi, a flip M if mi (`flip`) is 1, then ti (`turns`) quarter
+    # turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings S1 and S2, g_i = S_i Q^ti M^mi, and
+    # With scalings S1 and S2, and t and m of the result above,
     #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
-    # where S' is S1^-1 past the turns, a resize with rows and columns exchanged if t is odd.
-    # Choice: S2 S' is one resize, to the grid of view 2. Two would end there too, and blur more.
+    # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one resize,
+    # to the grid of view 2, where two would end as well, and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -220,10 +220,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops, and samples
-# crops and jitter. `make_views` samples the motions and the order of the jitter, moves b2 and makes
-# the jitter. It does so on the device, as CPU cores would take longer for it than for reading and
-# cropping.
+# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader samples and makes
+# the crops, and samples the jitter, all but its order. `make_views` does the rest on the device, as
+# CPU cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -435,9 +434,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # Let k count on the circle from the hue where a channel begins to fall, which is 1 for red, 3
-    # for green and 5 for blue, so k is the hue plus 5, 3 or 1. The channel falls from `value` at
-    # k = 0 to value - chroma at 1, stays there until 3, is back at `value` at 4, and stays there.
+    # A channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value` from k = 4 to 6,
+    # with straight lines between. There k is the hue, counted from where the channel begins to
+    # fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -448,7 +447,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # About three times the largest sigma, less in small views of b2 and more in large ones.
+    # Choice: the radius follows the sides that the views have here, which a scaling of b2 has
+    # changed. It is two and a half to four times the largest sigma.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -586,9 +586,10 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
-# Choice: the gradient passes through anchors and keys of both views, as 3.3 stops it nowhere. In
-# the release, all tokens pass a gather that stops the gradient (builder/moco.py, lines 956 and
-# 1067), so its L_equiv trains nothing. README.md has a command that shows it.
+# Choice: the gradient passes through the anchors, which are of view 1, and the keys, of both views,
+# as 3.3 stops it nowhere. In the release, all tokens pass a gather that stops the gradient
+# (builder/moco.py, lines 956 and 1067), so its L_equiv trains nothing. README.md has a command that
+# shows it.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -717,8 +718,8 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021), by default with its own values. Its projector is not that of
-    L_equiv."""
+    """MoCo-v3 (Chen et al. 2021). The defaults are its authors' values. Its projector is not that
+    of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -917,7 +918,7 @@ def learning_rate(args: Namespace, epoch: float) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> None:
-    """The schedule that `train` calls before every step."""
+    """Set the learning rate of a step. `train` calls this before each."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, epoch)
 
@@ -990,7 +991,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # What must be the same when the run goes on. `run` has what is told and logged besides.
+    # `resume` compares these, and `run` adds what is only printed and logged.
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
         "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
@@ -1029,7 +1030,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. A loss that is not finite ends the run here, before it is saved.
+        # Log and save. A loss that is not finite ends the run here, at the latest before a save.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
@@ -1072,7 +1073,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
 
 def checksum(texts: Sequence[str]) -> str:
-    """A short text that tells one list of texts from another."""
+    """The CRC-32 of a list of texts, as eight hexadecimal digits."""
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
@@ -1204,7 +1205,7 @@ def open_log(path: Path, run: Namespace, start: int) -> tuple[TextIO, tqdm]:
     rank 0 alone. It makes the folder of the run."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = "a" if start > 0 else "w"     # a run that begins anew has a log of its own
+    mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
     log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
     print(json.dumps(vars(run)), file=log)
 
