@@ -14,9 +14,9 @@ a second one at an intermediate layer, where the patch tokens still form a map o
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
-    python ser.py                                                    tiny ViT, synthetic images
+    python ser.py                                                    a tiny ViT
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
-    torchrun --nproc_per_node=8 ser.py --data /imagenet              the paper's main setting
+    torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
@@ -71,14 +71,14 @@ class Geometry(NamedTuple):
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
-    # Choice, unlike Algorithm 1: the images of a view share one scaling, to stay one tensor.
+    # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    Everything is sampled in any case, so that `elements` do not change what is sampled later."""
+    Everything is always sampled, so that `elements` do not change what is sampled later."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -106,8 +106,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # CPUs resize bytes, float32 and float64, but no half precision, which becomes float32 here on
-    # all devices.
+    # CPUs resize bytes, float32 and float64, but no half precision. So this becomes float32
+    # here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
@@ -128,9 +128,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(column(g.flip), x.flip(-1), x)
     x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
 
-    # What is left of an odd number of turns is a quarter turn, which exchanges rows and columns.
-    # So each map and its quarter turn are both resized to g.grid, whatever their own sides, and
-    # the flags choose. `contiguous` keeps the usual order in memory, on which rounding depends.
+    # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
+    # so each map and its quarter turn are both resized to g.grid, and the flags choose.
+    # `contiguous` keeps the usual order in memory, on which rounding depends.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -138,8 +138,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (3.1)."""
-    # Without scalings, g_i is Q^ti M^mi, a flip M if mi (`flip`) is 1, then ti (`turns`) quarter
-    # turns Q. As M M = 1 and M Q = Q^-1 M,
+    # Without scalings, g_i is Q^ti M^mi, a flip M if mi (`flip`) is 1, then ti (`turns`)
+    # quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
@@ -148,8 +148,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
 
     # With scalings S1 and S2, and t and m of the result above,
     #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
-    # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one resize,
-    # to the grid of view 2, where two would end as well, and blur more.
+    # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one
+    # resize, to the grid of view 2. Two would end there as well, and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -175,7 +175,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
 # image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
 def seed_of(*names: Any) -> int:
-    """A seed made from names and numbers, the same in all processes, which `hash` is not."""
+    """A seed from names and numbers, the same in all processes, unlike `hash`."""
     return random.Random(repr(names)).getrandbits(63)
 
 
@@ -220,9 +220,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader samples and makes
-# the crops, and samples the jitter, all but its order. `make_views` does the rest on the device, as
-# CPU cores would take longer for it than for reading and cropping.
+# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader samples and
+# makes the crops, and samples the jitter, all but its order. `make_views` does the rest on the
+# device, as CPU cores would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -434,9 +434,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # A channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value` from k = 4 to 6,
-    # with straight lines between. There k is the hue, counted from where the channel begins to
-    # fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
+    # A channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value` from k = 4 to
+    # 6, with straight lines between. Here k is the hue, counted from where the channel begins
+    # to fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -447,8 +447,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the radius follows the sides that the views have here, which a scaling of b2 has
-    # changed. It is two and a half to four times the largest sigma.
+    # Choice: the radius follows the sides of these images, which in b2 a scaling has changed.
+    # It is two and a half to four times the largest sigma.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -572,8 +572,8 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1, projects
-# the tokens of both views and calls `patch_ntxent`.
+# `SER`, in section 6, calls `layer_loss` for each layer. This moves the map of view 1,
+# projects the tokens of both views and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
     512."""
@@ -586,10 +586,10 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
-# Choice: the gradient passes through the anchors, which are of view 1, and the keys, of both views,
-# as 3.3 stops it nowhere. In the release, all tokens pass a gather that stops the gradient
-# (builder/moco.py, lines 956 and 1067), so its L_equiv trains nothing. README.md has a command that
-# shows it.
+# Choice: the gradient passes through the anchors, which are of view 1, and the keys, which are
+# of both views, as 3.3 stops it nowhere. In the release, all tokens pass a gather that stops the
+# gradient (builder/moco.py, lines 956 and 1067), so its L_equiv trains nothing. README.md has a
+# command that shows it.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -718,8 +718,8 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). The defaults are its authors' values. Its projector is not that
-    of L_equiv."""
+    """MoCo-v3 (Chen et al. 2021), by default with its authors' values. Its projector is not
+    that of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -1030,7 +1030,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. A loss that is not finite ends the run here, at the latest before a save.
+        # Log and save. A loss that is not finite ends the run here, and is never saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
