@@ -14,7 +14,7 @@ a second one at an intermediate layer, where the patch tokens still form a map o
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
-    python ser.py                                                    a tiny ViT
+    python ser.py                                                    a tiny ViT, without data
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
