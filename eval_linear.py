@@ -292,7 +292,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 
 
 def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Namespace,
-                log: Path) -> tuple[nn.Module, float]:
+                log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
     centre and val: features and labels of centre crops, of the training images and of val. With
     --cache, heads learn from `centre`. Without it, random crops are encoded anew for each epoch:
@@ -531,38 +531,49 @@ def print_table(rows: Sequence[dict]) -> None:
 def probe(encoder: ViT, sets: Sets, args: Namespace,
           log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
-    x_train, y_train = extract(encoder, sets.train_centre, args)
+    train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
-    if args.with_heads:
-        head, lr = train_heads(encoder, sets, (x_train, y_train), tests["val"], args, log)
 
-    # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
+    head = None
+    kept = {}
+    if args.with_heads:
+        head, lr = train_heads(encoder, sets, train, tests["val"], args, log)
+        if not args.mlp:     # for paper/evaluations/robustness.py
+            kept = {
+                "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
+                "classes": list(sets.classes), "lr": lr}
+
     # Choice: scores are among all classes, and among those of the set, as ImageNet-R's authors.
-    last = slice(-encoder.dim, None)
     rows = []
-    for name, (x, y) in tests.items():
-        all_classes = torch.arange(len(sets.classes)).to(y)
-        own_classes = y.unique()
+    for name, test in tests.items():
+        all_classes = torch.arange(len(sets.classes)).to(test[1])
+        own_classes = test[1].unique()
         choices = [all_classes]
         if len(own_classes) < len(all_classes):
             choices.append(own_classes)
         for among in choices:
-            values = {}
-            if args.with_heads:
-                kind = "mlp" if args.mlp else "linear"
-                top1, top5 = accuracy(head(x), y, among)
-                values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
-
-            chosen = torch.isin(y_train, among)     # neighbours are of these classes alone
-            values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
+            values = scores(head, train, test, among, encoder.dim)
             rows += make_rows(values, name, len(among), encoder.depth)
+    return rows, kept
 
-    # A linear head is kept, for paper/evaluations/robustness.py.
-    if not args.with_heads or args.mlp:
-        return rows, {}
-    return rows, {
-        "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-        "classes": list(sets.classes), "lr": lr}
+
+def scores(head: nn.Sequential | None, train: tuple, test: tuple, among: Tensor,
+           dim: int) -> dict[str, float]:
+    """Percent of a set that a head, if there is one, and 20-NN get right among some of the
+    classes. train and test: features and labels."""
+    x, y = test
+    values = {}
+    if head is not None:
+        kind = "linear" if len(head) == 1 else "mlp"
+        top1, top5 = accuracy(head(x), y, among)
+        values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
+
+    # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
+    x_train, y_train = train
+    last = slice(-dim, None)
+    chosen = torch.isin(y_train, among)     # neighbours are of these classes alone
+    values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
+    return values
 
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
