@@ -15,14 +15,15 @@ The second line is the protocol of 4.1. Flags ask for other things:
 Without --data, images are synthetic, and heads learn from whole images. The untrained encoder is
 then always evaluated, and so is the equivariance of turns after one block.
 
-Results are rows of eval.json, in the folder of the checkpoint. This is one of them, shortened:
+Results are rows of eval.json, in the folder of the checkpoint. A row looks like this, with more in
+its settings, and with the paper's value:
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. Beside it, eval.jsonl has a line for each epoch of the
-heads, and head-*.pt is the best linear head. A stopped evaluation begins anew.
+`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each epoch of
+the heads, and head-*.pt is the best linear head. A stopped evaluation begins anew.
 """
 import hashlib
 import json
@@ -161,9 +162,9 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... The label of a class is its place among `classes`, those of the
-    training images or, without them, among the sorted folders of root. If no folder has the name
-    of a class, as in ImageNet-V2, folders must be called by the labels 0, 1, ... themselves."""
+    """The images root/CLASS/... The label of a class is its place among `classes`, which are those
+    of the training images, or among the sorted folders of root if none are given. If no folder has
+    the name of a class, as in ImageNet-V2, folders must be called by the labels 0, 1, ...."""
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     folder = ImageFolder(root, transform, loader=ser.read_image)

@@ -138,15 +138,15 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 to view 2 (3.1)."""
-    # Without scalings, g_i is Q^ti M^mi, a flip M if mi (`flip`) is 1, then ti (`turns`)
-    # quarter turns Q. As M M = 1 and M Q = Q^-1 M,
+    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which come
+    # first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings S1 and S2, and t and m of the result above,
+    # With scalings, g_i = S_i Q^ti M^mi, so with the t and m that were just found
     #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
     # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one
     # resize, to the grid of view 2. Two would end there as well, and blur more.
@@ -448,7 +448,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
     # Choice: the radius follows the sides of these images, which in b2 a scaling has changed.
-    # It is two and a half to four times the largest sigma.
+    # At 224 pixels it is three to four times the largest sigma, and more in small images.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -1030,7 +1030,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. A loss that is not finite ends the run here, and is never saved.
+        # Log and save. A loss that is not finite ends the run here, before weights are saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:

@@ -38,8 +38,6 @@ def from_timm(state: dict, heads: int) -> dict:
     dim = rows.shape[2]
     if not heads:     # weights do not tell
         sys.exit(f"--heads: how many have {depth} blocks of {dim}? timm's ViT-S 6, moco-v3's 12")
-    # A wrong number would fit as well, and give wrong features.
-    print(f"{heads} heads of width {dim // heads}; timm's have 64, those of moco-v3's ViT-S 32")
 
     # What evaluations ask for. How it was trained is not known.
     given = dict(data="images of another program", image_size=grid * patch, patch_size=patch,
@@ -76,6 +74,9 @@ def convert(args: Namespace) -> None:
     if args.from_timm:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = from_timm(state, args.heads)
+        given = state["settings"]     # a wrong number of heads would fit, and give wrong features
+        print(f"{given['heads']} heads of width {given['dim'] // given['heads']}; they have 64 in "
+              "timm's ViT-S and ViT-B, and 32 in moco-v3's ViT-S")
     else:
         state = to_timm(ser.load_checkpoint(source))
 

@@ -150,7 +150,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             made_by |= {"ranks": trained.ranks, "bf16": trained.bf16}
             made_by["b2"] = trained.ranks * ser.b2_per_rank(trained, trained.ranks)
             made_by["own"] = f"{run.script} {run.flags}"
-            made_by["code"] = " ".join(sorted({row["code"] for row in found}))
+            made_by["code"] = sorted({row.get("code", "older") for row in found})
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -160,9 +160,9 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 def check_alike(rows: list[dict]) -> None:
     """Exit with one sentence if rows are not to stand in one table, and say if their code differs,
     which may matter or not."""
-    if len({row["code"] for row in rows if "code" in row}) > 1:
-        print("several versions of the code measured these rows; without its eval.json, a run is "
-              "measured anew")
+    if len({code for row in rows for code in row.get("code", [])}) > 1:
+        print("several versions of the code measured these rows; delete the eval.json of a run to "
+              "measure it anew")
     for name in ("flags", "images", "side", "ranks", "bf16"):
         found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:

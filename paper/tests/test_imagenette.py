@@ -117,7 +117,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
                           ({"seed": None}, "cannot be added")):
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(imagenette.main, imagenette.settings(twice))
-    rows += [row | {"seed": 5, "code": "other"} for row in rows]
+    rows += [row | {"seed": 5, "code": ["other"]} for row in rows]
     (out / "others.json").write_text(json.dumps(rows))
     imagenette.main(imagenette.settings(["--show", twice[1], *twice[3:]]))
     assert "several versions of the code" in capsys.readouterr().out
