@@ -34,6 +34,7 @@ FLAGS = """--image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --cls-la
 RUNS = [
     Run("MoCo-v3", sweep.PLAIN),
     Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
+    Run("turned-control", "--weight 0", script="-m paper.methods.turned"),
     Run("turned-SER", "--weight 0.5", script="-m paper.methods.turned"),
     Run("control", "--weight 0"),
     *[Run(f"SER-{weight}", f"--weight {weight}") for weight in (0.02, 0.1, 0.25)],
