@@ -15,8 +15,8 @@ ROWS = imagenette.__file__.removesuffix("py") + "json"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
        "--epochs 20 --warmup-epochs 1 --base-lr 2e-3 --workers 8 --log-every 10 --seed 1 --bf16")
-OTHERS = ["--ratio 0 --cls-layer 0", "--ratio 0 --cls-layer 0", "", "--weight 0", "--weight 0.02",
-          "--weight 0.1", "--weight 0.25", "--equiv-layers 4 --cls-layer 4",
+OTHERS = ["--ratio 0 --cls-layer 0", "--ratio 0 --cls-layer 0", "--weight 0", "", "--weight 0",
+          "--weight 0.02", "--weight 0.1", "--weight 0.25", "--equiv-layers 4 --cls-layer 4",
           "--equiv-layers 6 --cls-layer 0", ""]
 
 
