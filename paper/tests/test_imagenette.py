@@ -175,8 +175,10 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "MoCo-v3; control; SER-0.1; SER", "--ratio 0.03125"),
     ("paper/README.md", "| 10 epochs |",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 10"),
-    ("paper/README.md", "| 100 epochs |", "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
-    ("paper/README.md", "| CamVid, 100", "MoCo-v3; turned; turned-SER; control; SER", "--epochs 100"),
+    ("paper/README.md", "| 100 epochs |",
+     "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
+    ("paper/README.md", "| CamVid, 100",
+     "MoCo-v3; turned; turned-SER; control; SER", "--epochs 100"),
     ("README.md", "| after 100 epochs,", "retrieval with jitter, rot90, block 2; "
      "retrieval with jitter, rot90, block 6; linear; linear, rotated images", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
