@@ -991,7 +991,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # `resume` compares these, and `run` adds what is only printed and logged.
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
         "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
@@ -1184,7 +1183,8 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 
 
 def print_plan(run: Namespace, start: int) -> None:
-    """Say what is trained, and what L_equiv would be at chance. run: all settings."""
+    """Say what is trained, and what L_equiv would be at chance. run: the settings that `resume`
+    compares, and what is printed and logged besides."""
     print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
           f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of "
           f"{run.steps}")

@@ -74,9 +74,6 @@ def convert(args: Namespace) -> None:
     if args.from_timm:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = from_timm(state, args.heads)
-        given = state["settings"]     # a wrong number of heads would fit, and give wrong features
-        print(f"{given['heads']} heads of width {given['dim'] // given['heads']}; they have 64 in "
-              "timm's ViT-S and ViT-B, and 32 in moco-v3's ViT-S")
     else:
         state = to_timm(ser.load_checkpoint(source))
 
