@@ -126,6 +126,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     sweep.check(args, given)
     training = ser.parse([*args.flags, "--data", "given"])
     args.arm = {"epochs": training.epochs, "ratio": training.ratio}
+    args.blocks = (training.cls_layer, 2 * training.cls_layer, training.depth)     # 2, 4 and 6
     if training.bf16 and not torch.cuda.is_available():
         args.launcher += " -m paper.experiments.imagenette --plain"
     return args
@@ -145,7 +146,7 @@ def main(args: Namespace) -> None:
         args.data = str(copies)
 
     if args.data:
-        sweep.measure(args, HEADS, blocks=(2, 4, 6))
+        sweep.measure(args, HEADS, args.blocks)
     if not args.print:
         show(args)
 
