@@ -878,9 +878,6 @@ def setup() -> torch.device:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        # cuDNN's attention, which newer PyTorch prefers on an H100 or H200, prepares its kernels
-        # anew for each number of tokens. As b2 has 45 grids, that can take longer than a step.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     return torch.device("cuda" if cuda else "cpu")
