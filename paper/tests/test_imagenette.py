@@ -39,7 +39,8 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
 
     imagenette.main(imagenette.settings(argv))
     assert "--plain" not in capsys.readouterr().out
-    for words, blocks in (("", (2, 4, 6)), ("--depth 12 --cls-layer 3", (3, 6, 12))):
+    for words, blocks in (
+            ("", (2, 4, 6)), ("--names SER --depth 12 --cls-layer 3", (3, 6, 12))):
         assert imagenette.settings([*argv, *words.split()]).blocks == blocks
 
 
