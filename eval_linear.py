@@ -8,12 +8,12 @@ The second line is the protocol of 4.1. Flags ask for other things:
     none of them      linear heads on random crops, in hours, and 20-NN
     --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
     --mlp             MLPs in place of linear heads, also with --cache
-    --knn             20-NN alone, in minutes
+    --knn             20-NN, in minutes, and no heads unless another flag asks for them
     --equivariance    equivariance after every block, alone or beside what other flags ask for.
                       The untrained encoder of the run is then evaluated in the same way
 
 Without --data, images are synthetic, and heads learn from whole images. The untrained encoder is
-then always evaluated, and so is the equivariance of turns after one block.
+then always evaluated, and so is the equivariance of turns after f1.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like this, with more in
 its settings, and with the paper's value:
@@ -384,7 +384,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled
-    as that of two views in training, g2 g1^-1, so some images stay as they are."""
+    as that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike A.2:
+    a scaling is that of g2 alone, which leads to sizes that maps have in training."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch

@@ -19,10 +19,10 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
-Numbers such as (3.1) are sections of the paper. `Paper:` marks what it prescribes, `Choice:` what
-it leaves open, and `Choice, unlike` where we depart from it. MoCo-v3's settings, which 4.1 keeps,
-are taken from its code and from the ViT-S commands in its CONFIG.md. "The release" is the authors'
-code, github.com/aitrics-chris/SER at dbe5e93.
+Numbers such as (3.1) are sections of the paper. `Choice:` marks what it leaves open, `Choice,
+unlike` where we depart from it, and `Paper:` what it prescribes where that may surprise. MoCo-v3's
+settings, which 4.1 keeps, are taken from its code and from the ViT-S commands in its CONFIG.md.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -137,7 +137,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (3.1)."""
+    """g = g2 g1^-1, which takes view 1 to view 2 (3.1), and a map of view 1 to the grid of
+    view 2."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which come
     # first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
@@ -357,7 +358,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     views = []
     for view_number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
-        B1 = len(images) - B2
+        B1 = len(images) - B2     # `batch_items` puts b1 first
         # Choice, unlike MoCo-v3 (4.1): for speed, all images of a view share one order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
@@ -803,6 +804,34 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              moco_hidden=512, workers=0)
 
 
+# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
+def positive(text: str) -> float:
+    """A number above 0."""
+    return within(sys.float_info.min, 1e9, float(text))
+
+
+def nonnegative(text: str) -> float:
+    """A number from 0 on."""
+    return within(0, 1e9, float(text))
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return within(0, 1, float(text))
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    return within(1, 1e9, int(text))
+
+
+def within(low: float, high: float, value: Any) -> Any:
+    """The value, if it is in the range. As all limits are finite, this refuses nan and inf."""
+    if not low <= value <= high:
+        raise ValueError(value)
+    return value
+
+
 def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(
@@ -997,7 +1026,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # Loader and log. The sampler is a generator, as it is read once.
+    # Loader and log. `run` has what is printed and logged besides the settings.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1128,34 +1157,6 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     noise = torch.randn(n, 3, size, size, generator=generator)
     images = light[:, None] + 0.1 * tint + 0.08 * noise
     return (255 * images.clamp(0, 1)).to(torch.uint8), labels
-
-
-# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
-def positive(text: str) -> float:
-    """A number above 0."""
-    return within(sys.float_info.min, 1e9, float(text))
-
-
-def nonnegative(text: str) -> float:
-    """A number from 0 on."""
-    return within(0, 1e9, float(text))
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    return within(0, 1, float(text))
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    return within(1, 1e9, int(text))
-
-
-def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is in the range. As all limits are finite, this refuses nan and inf."""
-    if not low <= value <= high:
-        raise ValueError(value)
-    return value
 
 
 def check_settings(args: Namespace, n_images: int, ranks: int) -> None:

@@ -157,9 +157,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--rows", default="counts", choices=list(ROWS))
     parser.add_argument("--data", help="photographs, for the row loader")
     parser.add_argument("--batch-size", type=int, default=256 if CUDA else 16, help="of a step")
-    # A GPU prepares kernels for each grid of b2 that is new, as most are in the first 30 rounds.
-    parser.add_argument("--rounds", type=int, default=100 if CUDA else 7,
-                        help="in which all sides are timed")
+    parser.add_argument("--rounds", type=int, default=7, help="in which all sides are timed; on "
+                        "a GPU take 100 for steps, as it prepares kernels for each new grid of b2")
     args, args.flags = parser.parse_known_args(argv)
     if args.rows != "step":
         parser.parse_args(argv)     # exits, as only steps have flags of ser.py
