@@ -99,6 +99,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3 and plain and all(plain)
+    measured = {row["block"] for row in rows if row["classes"] is None}
+    assert measured == set(imagenette.settings(argv).blocks)
     kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "side": 18, "ranks": 1, "bf16": True,
             "own": "ser.py --weight 0.5"}
     assert kept.items() <= linear.items()
