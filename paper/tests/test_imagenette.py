@@ -166,12 +166,10 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
         "untrained": "untrained", "MoCo-v3": "MoCo-v3", "control, λ = 0": "control",
         "MoCo-v3 on [rotated crops](paper/methods/turned.py)": "turned",
         "SER, λ = 0.1": "SER-0.1", "SER, λ = 0.5": "SER",
-        "SER, λ = 0.5, on rotated crops": "turned-SER"}
+        "both, λ = 0.5": "turned-SER"}
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
-    ("README.md", "| ten epochs,", "retrieval with jitter, rot90, block 2; linear; 20-NN; "
-     "linear, rotated images", "--epochs 10"),
     ("paper/README.md", "| | untrained | MoCo-v3",
      "untrained; MoCo-v3; control; SER-0.02; SER-0.1; SER-0.25; SER", ""),
     ("paper/README.md", "| L_equiv |",
