@@ -295,10 +295,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre and val: features and labels of centre crops, of the training images and of val. With
-    --cache, heads learn from `centre`. Without it, random crops are encoded anew for each epoch:
-    ranks share this, and then each of them trains all heads. On ImageNet, features of a ViT-S are
-    8 GB, and those of `centre` and of an epoch are on a GPU. `log` gets a line for each epoch."""
+    centre and val: features and labels of centre crops, of the training images and of val.
+    `log` gets a line for each epoch."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
@@ -321,7 +319,9 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
         if args.cache:
             x_train, y_train = centre
         else:
-            x_train = None     # frees the features of the epoch before
+            # Ranks share the random crops of an epoch, and then each of them trains all heads. On
+            # ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
+            x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
@@ -334,9 +334,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
             optimizer.step()
             schedule.step()
 
-        # Choice: the rate that is best on val after the last epoch, among the classes
-        # that val has. The release names no rule.
-        with torch.no_grad():
+        with torch.no_grad():     # among the classes that val has
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         line = {
             "weights": encoder_fingerprint,
@@ -347,6 +345,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Names
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
+    # Choice: the rate that is best on val after the last epoch. The release names no rule.
     best = top1.index(max(top1))
     return heads[best].requires_grad_(False), args.lr[best]
 
@@ -627,8 +626,9 @@ def evaluate(args: Namespace) -> list[dict]:
         encoder = measured.encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            # What is kept in the end is of the trained encoder, which is the last.
-            own, kept = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            if name == "trained":
+                kept = head
         if pairs:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]

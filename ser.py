@@ -87,7 +87,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()
 
-    # Choice: the range [0.7, 1.3] of 4.1 is that of the area. W / H has the release's range.
+    # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are rounded. W / H
+    # has the release's range.
     area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -555,7 +556,8 @@ class ViT(nn.Module):
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
             if layer in layers:
-                patches = x[:, -H * W:]          # all tokens but [CLS]
+                # Choice: the map of the last block, too, is taken before the final LayerNorm.
+                patches = x[:, -H * W:]     # all tokens but [CLS]
                 maps[layer] = patches.mT.unflatten(2, (H, W))
                 if layer > self.cls_layer:
                     cls_at[layer] = x[:, 0]
@@ -573,7 +575,7 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer. This moves the map of view 1,
+# `SER`, in section 6, calls `layer_loss` for each layer. It moves the map of view 1,
 # projects the tokens of both views and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
@@ -587,10 +589,8 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
-# Choice: the gradient passes through the anchors, which are of view 1, and the keys, which are
-# of both views, as 3.3 stops it nowhere. In the release, all tokens pass a gather that stops the
-# gradient (builder/moco.py, lines 956 and 1067), so its L_equiv trains nothing. README.md has a
-# command that shows it.
+# In the release, all tokens pass a gather that stops the gradient (builder/moco.py, lines 956 and
+# 1067), so its L_equiv trains nothing. README.md has a command that shows it.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -635,6 +635,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
+        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -766,6 +767,7 @@ class SER(nn.Module):
         self.weight = weight
         self.temperature = temperature
 
+        # Choice: each layer has a projector of its own.
         self.projectors = nn.ModuleDict({
             str(layer): projector(base.encoder.dim) for layer in self.layers})
 
@@ -982,7 +984,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved. The others change no result.
+    # The folders `data` and `out` may have moved. The other three change no result.
     harmless = ("data", "out", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1026,7 +1028,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # Loader and log. `run` has what is printed and logged besides the settings.
+    # Loader and log. `run` has the settings, and what is printed and logged besides.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
