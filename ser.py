@@ -1189,7 +1189,7 @@ def print_plan(run: Namespace, start: int) -> None:
     """Say what is trained, and what L_equiv would be at chance. run: the settings that `resume`
     compares, and what is printed and logged besides."""
     print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
-          f"{run.batch_size}, {run.b2} of them in b2; the run begins at step {start} of "
+          f"{run.batch_size}, {run.b2} of them moved (b2); the run begins at step {start} of "
           f"{run.steps}")
 
     precision = "bfloat16" if run.bf16 else "float32"
