@@ -160,26 +160,28 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-def class_folder(root: str | Path, transform: Callable | None,
-                 classes: Sequence[str] = ()) -> ImageFolder:
+class ClassFolder(ImageFolder):
     """The images root/CLASS/... The label of a class is its place among `classes`, which are those
     of the training images, or among the sorted folders of root if none are given. If no folder has
     the name of a class, as in ImageNet-V2, folders must be called by the labels 0, 1, ...."""
-    if not os.path.isdir(root):
-        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-    folder = ImageFolder(root, transform, loader=ser.read_image)
+    def __init__(self, root: str | Path, transform: Callable | None, classes: Sequence[str] = ()):
+        if not os.path.isdir(root):
+            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
+        self.known_classes = classes
+        super().__init__(root, transform, loader=ser.read_image)
 
-    label_of = {name: label for label, name in enumerate(classes or folder.classes)}
-    if label_of.keys().isdisjoint(folder.classes):
-        label_of = {str(label): label for label in label_of.values()}
-    for name in folder.classes:
-        if name not in label_of:
-            sys.exit(f"{root}: the training images have no class {name}")
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """The folders and their labels. ImageFolder calls this."""
+        folders, label_of = super().find_classes(directory)
+        if self.known_classes:
+            label_of = {name: label for label, name in enumerate(self.known_classes)}
+            if label_of.keys().isdisjoint(folders):
+                label_of = {str(label): label for label in label_of.values()}
 
-    # ImageFolder's own labels are places among the classes of this folder.
-    names = folder.classes
-    folder.samples = [(path, label_of[names[place]]) for path, place in folder.samples]
-    return folder
+        for name in folders:
+            if name not in label_of:
+                sys.exit(f"{self.root}: the training images have no class {name}")
+        return folders, {name: label_of[name] for name in folders}
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -192,12 +194,12 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = class_folder(train, centre)
+    train_centre = ClassFolder(train, centre)
     classes = train_centre.classes
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
+    tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
         # No row is to be taken for one of the training images, or of the crops heads learn from.
@@ -205,8 +207,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
                      f"{', '.join(taken)}")
-        tests[name] = class_folder(folder, centre, classes)
-    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
+        tests[name] = ClassFolder(folder, centre, classes)
+    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
 
 def describe(sets: dict[str, Dataset]) -> str:
@@ -257,9 +259,15 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     return torch.cat(features, dim=1).float()
 
 
-def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tensor]:
-    """Features (n, 4 D) and labels (n,) of a set, on every rank. Each rank fills in its own images
-    and leaves zeros for the others; the sum over ranks has all of them."""
+class Features(NamedTuple):
+    """What heads and 20-NN read of a set."""
+    x: Tensor     # (n, 4 D), as `cls_features` makes them
+    y: Tensor     # (n,), labels
+
+
+def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
+    """The features of a set, on every rank. Each rank fills in its own images and leaves zeros
+    for the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
@@ -274,7 +282,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> tuple[Tensor, Tenso
     if ranks > 1:
         dist.all_reduce(features)
         dist.all_reduce(labels)
-    return features, labels
+    return Features(features, labels)
 
 
 # ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
@@ -292,11 +300,10 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def train_heads(encoder: ViT, sets: Sets, centre: tuple, val: tuple, args: Namespace,
+def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre and val: features and labels of centre crops, of the training images and of val.
-    `log` gets a line for each epoch."""
+    centre: those of centre crops of the training images. `log` gets a line for each epoch."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
@@ -547,8 +554,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     # Choice: scores are among all classes, and among those of the set, as ImageNet-R's authors.
     rows = []
     for name, test in tests.items():
-        all_classes = torch.arange(len(sets.classes)).to(test[1])
-        own_classes = test[1].unique()
+        all_classes = torch.arange(len(sets.classes)).to(test.y)
+        own_classes = test.y.unique()
         choices = [all_classes]
         if len(own_classes) < len(all_classes):
             choices.append(own_classes)
@@ -558,10 +565,10 @@ def probe(encoder: ViT, sets: Sets, args: Namespace,
     return rows, kept
 
 
-def scores(head: nn.Sequential | None, train: tuple, test: tuple, among: Tensor,
+def scores(head: nn.Sequential | None, train: Features, test: Features, among: Tensor,
            dim: int) -> dict[str, float]:
     """Percent of a set that a head, if there is one, and 20-NN get right among some of the
-    classes. train and test: features and labels."""
+    classes."""
     x, y = test
     values = {}
     if head is not None:
@@ -570,10 +577,9 @@ def scores(head: nn.Sequential | None, train: tuple, test: tuple, among: Tensor,
         values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
     # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
-    x_train, y_train = train
     last = slice(-dim, None)
-    chosen = torch.isin(y_train, among)     # neighbours are of these classes alone
-    values["20-NN top-1 %"] = knn(x_train[chosen, last], y_train[chosen], x[:, last], y)
+    chosen = torch.isin(train.y, among)     # neighbours are of these classes alone
+    values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
     return values
 
 

@@ -1332,7 +1332,7 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
-    folder = eval_linear.class_folder(tmp_path, None, classes.split())
+    folder = eval_linear.ClassFolder(tmp_path, None, classes.split())
     assert [label for _, label in folder] == wanted
 
 
