@@ -5,12 +5,14 @@
 
 The second line is the protocol of 4.1. Flags ask for other things:
 
-    none of them      linear heads on random crops, in hours, and 20-NN
-    --cache           linear heads on one centre crop of each image, and 20-NN, in minutes
-    --mlp             MLPs in place of linear heads, also with --cache
-    --knn             20-NN, in minutes, and no heads unless another flag asks for them
-    --equivariance    equivariance after every block, alone or beside what other flags ask for.
-                      The untrained encoder of the run is then evaluated in the same way
+    none of them      linear heads on random crops, in hours; 20-NN
+    --cache           linear heads on one centre crop of each image, in minutes; 20-NN
+    --mlp             as either of these, with MLPs for heads
+    --knn             20-NN, in minutes
+    --equivariance    equivariance after every block, of the trained encoder and of the untrained
+                      one of its run, which is then evaluated like the trained one in all things
+
+The last two add to --cache and --mlp. Without these, they ask for no heads.
 
 Without --data, images are synthetic, and heads learn from whole images. The untrained encoder is
 then always evaluated, and so is the equivariance of turns after f1.
@@ -202,7 +204,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # No row is to be taken for one of the training images, or of the crops heads learn from.
+        # These two could be taken for the training images, and for random crops of them.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -341,7 +343,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             optimizer.step()
             schedule.step()
 
-        with torch.no_grad():     # among the classes that val has
+        with torch.no_grad():
+            # Among the classes that val has.
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
         line = {
             "weights": encoder_fingerprint,
@@ -632,9 +635,9 @@ def evaluate(args: Namespace) -> list[dict]:
         encoder = measured.encoder.to(device)
         own = []
         if args.with_heads or args.knn:
-            own, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own, best_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
             if name == "trained":
-                kept = head
+                kept = best_head
         if pairs:
             own += equivariance_rows(encoder, sets.tests["val"], pairs)
         rows += [row | {"encoder": name} for row in own]

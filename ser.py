@@ -21,8 +21,9 @@ Usage:
 Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
 Numbers such as (3.1) are sections of the paper. `Choice:` marks what it leaves open, `Choice,
 unlike` where we depart from it, and `Paper:` what it prescribes where that may surprise. MoCo-v3's
-settings, which 4.1 keeps, are taken from its code and from the ViT-S commands in its CONFIG.md.
-"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+settings, which 4.1 keeps, are those of its code and of the ViT-S commands in its CONFIG.md, but
+where a comment says otherwise. "The release" is the authors' code, github.com/aitrics-chris/SER at
+dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -436,9 +437,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # A channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value` from k = 4 to
-    # 6, with straight lines between. Here k is the hue, counted from where the channel begins
-    # to fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
+    # From HSV to RGB: a channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value`
+    # from k = 4 to 6, with straight lines between. Here k is the hue, counted from where the
+    # channel begins to fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -449,8 +450,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the radius follows the sides of these images, which in b2 a scaling has changed.
-    # At 224 pixels it is three to four times the largest sigma, and more in small images.
+    # Choice: the kernel ends at three to four times the largest sigma, which is SIGMA[1] in a
+    # view of 224 pixels, and in small images at more.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -589,8 +590,6 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
         nn.Linear(width, width, bias=False))
 
 
-# In the release, all tokens pass a gather that stops the gradient (builder/moco.py, lines 956 and
-# 1067), so its L_equiv trains nothing. README.md has a command that shows it.
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
     torch.distributed.nn is undocumented."""
@@ -635,7 +634,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere.
+        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere. In the
+        # release it passes through neither (builder/moco.py, lines 956 and 1067), so its L_equiv
+        # trains nothing. README.md has a command that shows it.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -828,7 +829,7 @@ def count(text: str) -> int:
 
 
 def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is in the range. As all limits are finite, this refuses nan and inf."""
+    """The value, if it is in the range. nan and inf are in none."""
     if not low <= value <= high:
         raise ValueError(value)
     return value
@@ -852,7 +853,7 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the paper's main setting, both of the next two flags are 3. For others, give both:
+    # In the paper's main setting, both of the next two flags are 3. Examples of others:
     #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
     #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
     #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
