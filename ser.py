@@ -108,8 +108,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # CPUs resize bytes, float32 and float64, but no half precision. So this becomes float32
-    # here, on all devices.
+    # With antialiasing, CPUs resize bytes, float32 and float64, but no half precision. So half
+    # precision becomes float32 here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
