@@ -204,7 +204,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # These two could be taken for the training images, and for random crops of them.
+        # Rows of such a name would be taken for those of the training images.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -305,7 +305,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre: those of centre crops of the training images. `log` gets a line for each epoch."""
+    centre: the features of centre crops of the training images. `log` gets a line for each epoch."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
