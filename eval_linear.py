@@ -305,7 +305,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre: the features of centre crops of the training images. `log` gets a line for each epoch."""
+    centre: features of centre crops of the training images. `log` gets a line for each epoch."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
