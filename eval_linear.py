@@ -5,20 +5,23 @@
 
 The second line is the protocol of 4.1. Flags ask for other things:
 
-    none of them      linear heads on random crops, in hours; 20-NN
-    --cache           linear heads on one centre crop of each image, in minutes; 20-NN
-    --mlp             as either of these, with MLPs for heads
-    --knn             20-NN, in minutes
-    --equivariance    equivariance after every block, of the trained encoder and of the untrained
-                      one of its run, which is then evaluated like the trained one in all things
+    flags                     heads          learn from           20-NN   equivariance   time
+    none                      linear         random crops         yes     no             hours
+    --cache                   linear         one centre crop      yes     no             minutes
+    --mlp                     MLPs           random crops         yes     no             hours
+    --mlp --cache             MLPs           one centre crop      yes     no             minutes
+    --knn                     none           -                    yes     no             minutes
+    --equivariance            none           -                    no      yes            minutes
+    --equivariance, others    as by the others                    if so   yes
 
-The last two add to --cache and --mlp. Without these, they ask for no heads.
+Equivariance is measured after every block. Then all is measured of two encoders, the trained one
+and the one that its run began with, so heads take twice the time.
 
-Without --data, images are synthetic, and heads learn from whole images. The untrained encoder is
-then always evaluated, and so is the equivariance of turns after f1.
+Without --data, images are synthetic, heads learn from whole images, and equivariance is that of
+turns after f1 (after block 1 if [CLS] enters at the input), beside the untrained encoder.
 
-Results are rows of eval.json, in the folder of the checkpoint. A row looks like this, with more in
-its settings, and with the paper's value:
+Results are rows of eval.json, in the folder of the checkpoint. A row looks like this (its settings
+are cut short, and the value is the paper's):
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
@@ -74,7 +77,7 @@ def arguments() -> ArgumentParser:
     add("--epochs", type=ser.count, default=50, help="passes over the images (paper: 50)")
     # Choice: 1,024 images, as the paper names no batch.
     add("--batch-size", type=ser.count, default=1024,
-        help="images a step of the heads, and of the encoder over all ranks")
+        help="images in a step of the heads, and in a pass of the encoder over all ranks")
     add("--seed", type=int, default=0, help="seed of heads, order and crops")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
@@ -135,8 +138,8 @@ def untrained(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of one module from those of another. That of an encoder
-    also has what weights do not tell, its attention heads and where [CLS] enters."""
+    """A short text that tells the weights of one module from those of another. An encoder is more
+    than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -157,7 +160,8 @@ class Sets(NamedTuple):
 
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic here, bilinear in crops of training, as the release and DINO's eval_linear.
+    # Choice: bicubic here, and bilinear in the crops that heads learn from, as the release and
+    # DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -247,23 +251,27 @@ def autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, torch.bfloat16, bf16)
 
 
+def feature_blocks(encoder: ViT) -> range:
+    """The blocks whose [CLS] heads read. Paper: 4.1, the last four. Choice: fewer, if [CLS] enters
+    among them, such as the very last one in the ViT of `python ser.py`."""
+    return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
+
+
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Images (B, 3, S, S) uint8 -> features (B, 4 D) in fp32: [CLS] after each of the last four
-    blocks (4.1), in their order, so that the last D columns are of the last block. Choice: they
-    pass the final LayerNorm. Choice: blocks before [CLS] enters are left out, which leaves fewer
-    than 4 D columns if it enters among the last four."""
+    """Images (B, 3, S, S) uint8 -> features in fp32: [CLS] after each of the `feature_blocks`, side
+    by side, so that the last D columns are of the last block. Choice: they pass the final
+    LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    last_four = range(encoder.depth - 3, encoder.depth + 1)
     with autocast(x):
-        cls_at = encoder(x, last_four).cls_at
+        cls_at = encoder(x, feature_blocks(encoder)).cls_at
         features = [encoder.norm(cls) for cls in cls_at.values()]
     return torch.cat(features, dim=1).float()
 
 
 class Features(NamedTuple):
     """What heads and 20-NN read of a set."""
-    x: Tensor     # (n, 4 D), as `cls_features` makes them
+    x: Tensor     # (n, width), as `cls_features` makes them
     y: Tensor     # (n,), labels
 
 
@@ -274,7 +282,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
-    width = min(4, encoder.depth - encoder.cls_layer) * encoder.dim
+    width = len(feature_blocks(encoder)) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
@@ -293,7 +301,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     layers = []
     if mlp:
         # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
-        # follows. They train by Adam, and we by SGD, as linear heads.
+        # follows. Those authors train by Adam, and we by SGD, as linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)
@@ -328,8 +336,9 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
         if args.cache:
             x_train, y_train = centre
         else:
-            # Ranks share the random crops of an epoch, and then each of them trains all heads. On
-            # ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
+            # Each rank encodes a part of the crops, gets those of the others, and trains all heads
+            # on all of them, alike everywhere. On ImageNet, features of a ViT-S are 8 GB, so those
+            # of the epoch before are freed.
             x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
@@ -393,8 +402,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled
-    as that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike A.2:
-    a scaling is that of g2 alone, which leads to sizes that maps have in training."""
+    as that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike
+    A.2: a scaling leads from the size of x itself to that of view 2, as maps have in training."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -413,8 +422,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), what `change` takes, or f1 without it. n should be a multiple of 32,
-        as a token is found more easily among fewer images.
+    images: (n, 3, S, S), as `change` takes them; without `change`, as f1 does. n should be a
+        multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale".
     change: is applied to the images before f1, and to the moved ones anew, for instance a random
         colour jitter. Without it, even the mean colour of a patch would find almost every

@@ -4,9 +4,10 @@ SER keeps the loss of a self-supervised method, which acts on the final embeddin
 a second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01 of it. Views of b1 are
-                   made by crops, flips and photometric jitter (T), views of b2 by motions
-                   from a group G, which can be undone, and the same jitter (T_eq)
+    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, which on 8 GPUs is
+                   24 of 2,048 images. Views of b1 are made by crops, flips and photometric
+                   jitter (T), views of b2 by motions from a group G, which can be undone, and
+                   the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
                    images: one mean over b1 and b2, where Eq. 3 has one for each part
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
@@ -18,12 +19,12 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. The jitter, which ends section 2, can be left out at first.
+Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2.
 Numbers such as (3.1) are sections of the paper. `Choice:` marks what it leaves open, `Choice,
 unlike` where we depart from it, and `Paper:` what it prescribes where that may surprise. MoCo-v3's
-settings, which 4.1 keeps, are those of its code and of the ViT-S commands in its CONFIG.md, but
-where a comment says otherwise. "The release" is the authors' code, github.com/aitrics-chris/SER at
-dbe5e93.
+settings, which 4.1 keeps, are those of its code and of the ViT-S commands in its CONFIG.md,
+except where a comment says otherwise. "The release" is the authors' code,
+github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -62,13 +63,14 @@ from tqdm import tqdm
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
 # end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
-Tensor = torch.Tensor                      # not imported above, so that it is copied, too
+Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored by
-    the grid that it leads to, so maps of any size are brought there by one resize."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored as
+    the size of the map that it ends with, not as a factor. So a motion from view 1 to view 2 needs
+    no more than the grid of view 2, and one resize brings maps of any size there."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -86,7 +88,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     # Choice: all flips and turns are equally likely.
     flip = torch.rand(batch, generator=generator) < 0.5
     turns = torch.randint(4, (batch,), generator=generator)
-    u, v = torch.rand(2, generator=generator).tolist()
+    u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
     # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are rounded. W / H
     # has the release's range.
@@ -105,14 +107,14 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, C, h, w) -> (B, C, *size). Crops and rho share this operator (3.2)."""
+    """(B, C, h, w) -> (B, C, *size). Crops, rho and position embeddings share it (3.2)."""
     if x.shape[-2:] == size:
         return x
     # With antialiasing, CPUs resize bytes, float32 and float64, but no half precision. So half
     # precision becomes float32 here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
-    # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
+    # Choice: PyTorch's bilinear resize, unlike MoCo-v3 (4.1), which resizes by Pillow.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -132,7 +134,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # `contiguous` keeps the usual order in memory, on which rounding depends.
+    # Rounding depends on the order in memory, so the turned map is brought to the usual one.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -190,8 +192,8 @@ def rng(*names: Any) -> torch.Generator:
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its
-    # own share, so r = .01 of 2048 is 24 images on 8 ranks, and 20 on one. (Python's `round`
-    # would make 2 of 2.5.)
+    # own share, as all need equally many (`gather`). So r = .01 of 2048 is 24 images on 8
+    # ranks, and 20 on one. (Python's `round` would make 2 of 2.5.)
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -223,9 +225,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader samples and
-# makes the crops, and samples the jitter, all but its order. `make_views` does the rest on the
-# device, as CPU cores would take longer for it than for reading and cropping.
+# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops and flips,
+# and samples the numbers of the jitter. `make_views` does the rest on the device, as CPU cores
+# would take longer for it than for reading and cropping.
 #
 #   T              made by   probability   range                            T_eq has
 #                            in view 1, 2
@@ -286,7 +288,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Paper: 3.2, b2 is not cropped. Choice: it becomes a square, which rho_g resizes again.
+    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice: it is a
+    # square first, which rho_g resizes again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -313,17 +316,18 @@ class Dataset(torch.utils.data.Dataset):
     view_settings: Sequence[ViewSettings]
     seed: int
 
-    def __getitem__(self, item: tuple[int, int, bool]) -> list:
+    def __getitem__(self, item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         _, index, _ = item
-        return self.views(self.load(index), item)
+        return self.sample_views(self.load(index), item)
 
-    # Data sets in paper/methods with further views call `load` and `views` themselves.
+    # Data sets in paper/methods with further views call `load` and `sample_views` themselves.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def views(self, image: Tensor, item: tuple[int, int, bool]) -> list:
+    def sample_views(self, image: Tensor,
+                     item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         """The views of an image, with the random numbers of an item."""
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
@@ -437,9 +441,12 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # From HSV to RGB: a channel is `value` at k = 0, value - chroma from k = 1 to 3, and `value`
-    # from k = 4 to 6, with straight lines between. Here k is the hue, counted from where the
-    # channel begins to fall: red at 1, green at 3 and blue at 5. So k is the hue plus 5, 3 or 1.
+    # From HSV to RGB: red falls from `value` at hue 1 to value - chroma at hue 2, stays there
+    # until hue 4, and is back at `value` at hue 5. Green does so two steps later, and blue four.
+    # With k counted from where a channel begins to fall,
+    #     k          0        1                3                4        6, which is 0 again
+    #     channel    value    value - chroma   value - chroma   value    value
+    # For red that is hue - 1, or hue + 5 modulo 6, for green hue + 3, and for blue hue + 1.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
@@ -450,14 +457,15 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel ends at three to four times the largest sigma, which is SIGMA[1] in a
-    # view of 224 pixels, and in small images at more.
+    # Choice: the kernel ends at three times the largest sigma, 6 pixels in a view of 224, and up
+    # to 8 in images of b2, whose scaling makes them larger.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
 
-    # A convolution in B groups has a kernel for each channel, so the images become channels.
+    # A convolution in B groups has a kernel for each channel. So the images become channels, and
+    # the three colours become the batch.
     x = F.pad(x, [radius] * 4, mode="reflect")
     x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
     x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
@@ -523,8 +531,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3: Xavier's weights, where q, k and v count as three matrices, and
-        # a patch embedding that stays random (its --stop-grad-conv1).
+        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices, and a
+        # patch embedding that stays random (--stop-grad-conv1 in all its commands for ViTs).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -558,7 +566,7 @@ class ViT(nn.Module):
             x = block(x)
             if layer in layers:
                 # Choice: the map of the last block, too, is taken before the final LayerNorm.
-                patches = x[:, -H * W:]     # all tokens but [CLS]
+                patches = x[:, -(H * W):]     # all tokens but [CLS]
                 maps[layer] = patches.mT.unflatten(2, (H, W))
                 if layer > self.cls_layer:
                     cls_at[layer] = x[:, 0]
@@ -576,7 +584,7 @@ def encode_view(encoder: ViT, view: View,
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer. It moves the map of view 1,
+# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1,
 # projects the tokens of both views and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
@@ -624,19 +632,22 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine over the temperature. z and z_prime are the projected tokens
-    (B, N, K) of rho_g(f1(x1)) and of f1(x2). Anchors are those of this rank, and keys those of
-    all ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
-    Raises ValueError if the shapes differ, or there is but one image in all."""
+    where s is the cosine over the temperature. Negatives are the tokens, of both views, of the
+    *other* images of b2 alone (3.3). Algorithm 1 has "other images/tokens", and A.4 "other
+    images and spatial locations", which may mean other tokens of the same image, too.
+
+    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2). Anchors are
+    those of this rank, and keys those of all ranks, so the mean over ranks is the loss of the
+    whole batch. It is computed in fp32. Raises ValueError if the shapes differ, or there is
+    but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere. In the
-        # release it passes through neither (builder/moco.py, lines 956 and 1067), so its L_equiv
-        # trains nothing. README.md has a command that shows it.
+        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere. In
+        # the release it passes through neither (see README.md).
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -644,10 +655,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mpk->ijmp", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # Paper: 3.3, negatives are the tokens, of both views, of the *other* images of b2 alone.
-        # (Algorithm 1 has "other images/tokens", and A.4 "other images and spatial locations",
-        # which may mean other tokens of the same image, too.) So an anchor's own image is left out.
-        # The images of this rank are chunk `rank` of the keys.
+        # An anchor's own image is left out. Images of this rank are chunk `rank` of the keys.
         ranks, rank = ranks_and_rank()
         numbers = torch.arange(len(keys), device=z.device)
         own = numbers.chunk(ranks)[rank][:, None] == numbers               # (B, R B)
@@ -801,7 +809,8 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Without --data, images are synthetic, and these are the defaults.
+# Without --data, images are synthetic, and these are the defaults. The ViT has four blocks, of
+# which f1 is three.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -810,12 +819,12 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 # Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
 def positive(text: str) -> float:
     """A number above 0."""
-    return within(sys.float_info.min, 1e9, float(text))
+    return within(sys.float_info.min, sys.float_info.max, float(text))
 
 
 def nonnegative(text: str) -> float:
     """A number from 0 on."""
-    return within(0, 1e9, float(text))
+    return within(0, sys.float_info.max, float(text))
 
 
 def share(text: str) -> float:
@@ -825,7 +834,7 @@ def share(text: str) -> float:
 
 def count(text: str) -> int:
     """A whole number from 1 on."""
-    return within(1, 1e9, int(text))
+    return within(1, sys.maxsize, int(text))
 
 
 def within(low: float, high: float, value: Any) -> Any:
@@ -1029,7 +1038,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
-    # Loader and log. `run` has the settings, and what is printed and logged besides.
+    # Loader, whose batches are those of the whole run, and log. `run` has the settings, and what
+    # is printed and logged besides.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1108,7 +1118,7 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-CODE_CHECKSUM = checksum([Path(__file__).read_text()])     # that of this file
+CODE_CHECKSUM = checksum([Path(__file__).read_text()])     # of this file, for logs and results
 
 
 def read_image(path: str) -> Tensor:
@@ -1235,8 +1245,8 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     if ranks > 1:
         dist.all_reduce(values)
         # In torch 2.6, a rank may hang at its end if a thread of gloo is the last to hold a tensor
-        # that was reduced. So the bar holds the last one until the run has ended.
-        bar.last_reduced = values
+        # that was reduced. So the bar, which lives until then, holds the last one.
+        bar.keep_alive = values
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
 
     bar.set_postfix(means)

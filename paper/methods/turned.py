@@ -15,8 +15,8 @@ from paper.methods.addon import PLAIN
 
 class Turned(ser.Dataset):
     """The data set of a run, where views of b1 are turned after their crop. rho_g turns b2."""
-    def views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
-        views = super().views(image, item)
+    def sample_views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
+        views = super().sample_views(image, item)
         _, _, in_b2 = item
         if in_b2:
             return views
