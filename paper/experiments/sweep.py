@@ -194,14 +194,16 @@ def differences(found: dict, base: dict, baseline: str) -> dict:
     return {seed: {"value": found[seed]["value"] - base[seed]["value"]} for seed in seeds}
 
 
-def spread(found: dict, digits: int) -> str:
+def spread(found: dict, measure: str) -> str:
     """mean ± std over the seeds of `select`. The std of lost seeds is in their row."""
     if not found:
         return "-"
+    unit = 100 if "retrieval" in measure else 1     # a share in the file, percent here
+    digits = 3 if "cosine" in measure else 1
     values = [row["value"] for row in found.values()]
     std = stdev(values) if len(values) > 1 else found.get(None, {}).get("std")
-    text = f"{mean(values):.{digits}f}"
-    return text if std is None else f"{text} ± {std:.{digits}f}"
+    text = f"{unit * mean(values):.{digits}f}"
+    return text if std is None else f"{text} ± {unit * std:.{digits}f}"
 
 
 def table(rows: list[dict], baseline: str) -> str:
@@ -212,13 +214,13 @@ def table(rows: list[dict], baseline: str) -> str:
         seeds = {str(row["seed"]) for row in rows if row["run"] == run}
         lines[2].append(" ".join(sorted(seeds)))
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
-        digits = 1 if "%" in measure else 3
         base = select(rows, baseline, measure, block)
-        line = [f"{measure}, block {block}"]
+        title = f"{measure} %" if "retrieval" in measure else measure
+        line = [f"{title}, block {block}"]
         for run in runs:
             found = select(rows, run, measure, block)
             gains = differences(found, base, baseline)
-            line.append(f"{spread(found, digits)} ({spread(gains, digits)})")
+            line.append(f"{spread(found, measure)} ({spread(gains, measure)})")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -124,9 +124,10 @@ def test_the_table_has_means_and_differences_within_a_seed():
     rows = []
     for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 1, 52), ("b", 0, 50)):
         for measure, block, number in (("20-NN top-1 %", 6, value), ("20-NN top-1 %", 6, 0),
-                                       ("cosine", 2, value / 100)):
+                                       ("cosine", 2, value / 100), ("retrieval", 2, value / 100)):
             rows.append(dict(run=run, seed=seed, measure=measure, block=block, value=number))
     assert sweep.table(rows, "b").splitlines()[2:] == [
         "| seeds | 0 1 | 0 1 |",
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
-        "| cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |"]
+        "| cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |",
+        "| retrieval %, block 2 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |"]
