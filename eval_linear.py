@@ -46,14 +46,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.datasets import DatasetFolder, ImageFolder
+from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
 from ser import ViT, rho
-
-# Of ser.py and this file together.
-CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -63,7 +61,8 @@ def arguments() -> ArgumentParser:
     add = parser.add_argument
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
-    add("--test", nargs="+", default=[], metavar="NAME=DIR", help="further sets to score")
+    add("--test", nargs="+", default=[], metavar="NAME=DIR",
+        help="further sets of whole images to score")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
@@ -166,6 +165,11 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
+def is_visible_image(path: str) -> bool:
+    """Whether ImageFolder takes a file. Macs leave files such as ._dog.jpg, which are no images."""
+    return is_image_file(path) and not os.path.basename(path).startswith(".")
+
+
 class ClassFolder(ImageFolder):
     """The images root/CLASS/... The label of a class is its place among `classes`, which are those
     of the training images, or among the sorted folders of root if none are given. If no folder has
@@ -173,8 +177,8 @@ class ClassFolder(ImageFolder):
     def __init__(self, root: str | Path, transform: Callable | None, classes: Sequence[str] = ()):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.known_classes = classes
-        super().__init__(root, transform, loader=ser.read_image)
+        self.known_classes = classes     # for `find_classes`, which the next line calls
+        super().__init__(root, transform, loader=ser.read_image, is_valid_file=is_visible_image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The folders and their labels. ImageFolder calls this."""
@@ -518,7 +522,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
 
     made_by = {
         "weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
-        "code": CODE_CHECKSUM}
+        "code": ser.code_checksum()}
     for row in rows:
         new = made_by | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]
@@ -624,6 +628,7 @@ def evaluate(args: Namespace) -> list[dict]:
     device = ser.setup()
     checkpoint = read_checkpoint(args)
     path = results_path(args, "eval.json")
+    read_results(path)     # a damaged file ends the evaluation here, not after hours
     run = Namespace(**checkpoint.settings)
     sets = load_sets(args, run.image_size)
 

@@ -994,14 +994,18 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved. The other three change no result.
-    harmless = ("data", "out", "workers", "log_every", "save_every")
+    # The folders `data` and `out` may have moved. The next three change no result, and an edit of
+    # the code may change one or not.
+    harmless = ("data", "out", "workers", "log_every", "save_every", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
         if name not in harmless and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+    _, rank = ranks_and_rank()
+    if rank == 0 and saved.get("code") != settings.get("code"):
+        print(f"{path} was trained by other code than that of now: a new --out begins anew")
 
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -1034,7 +1038,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     settings = vars(args) | {
         "method": f"{type(model).__name__} on {type(model.base).__name__}",
-        "images": len(source), "names_checksum": names_checksum, "ranks": ranks}
+        "images": len(source), "names_checksum": names_checksum, "ranks": ranks,
+        "code": code_checksum()}
     path = Path(args.out, "last.pt")
     start = resume(path, settings, model, optimizer) if path.exists() else 0
 
@@ -1044,7 +1049,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
     run = Namespace(**settings, steps=steps, b2=ranks * b2_per_rank(args, ranks),
-                    device=device.type, code=CODE_CHECKSUM)
+                    device=device.type)
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
         print_plan(run, start)
@@ -1096,12 +1101,12 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    root = Path(args.data, "train")
-    if not root.is_dir():
-        root = Path(args.data)
+    root = Path(args.data)
+    if root.name != "train" and Path(root, "train").is_dir():     # CIFAR-100 has a class "train"
+        root = Path(root, "train")
 
     images = []
-    for folder, folders, files in os.walk(root, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=sys.exit, followlinks=True):
         # os.walk enters the folders that stay in this list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [f"{folder}/{name}" for name in files
@@ -1118,7 +1123,13 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-CODE_CHECKSUM = checksum([Path(__file__).read_text()])     # of this file, for logs and results
+def code_checksum() -> str:
+    """A checksum of the program: of all files that it has loaded from the folder of this one."""
+    root = Path(__file__).parent
+    loaded = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
+    own = [path for path in map(Path, sorted(loaded))
+           if path.is_relative_to(root) and "site-packages" not in path.parts]
+    return checksum([path.read_text() for path in own])
 
 
 def read_image(path: str) -> Tensor:
@@ -1238,8 +1249,12 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Log means over ranks, all of which call this. Exits if the loss is not finite."""
+    """Log means over ranks, all of which call this. Exits if the loss is not finite, or if a second
+    run has begun in the same folder."""
     ranks, _ = ranks_and_rank()
+    if os.path.getsize(log.name) != log.tell():
+        sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
+
     values = torch.stack(list(losses.values())).detach()
 
     if ranks > 1:

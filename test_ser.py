@@ -955,7 +955,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
     facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
-    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": ser.CODE_CHECKSUM}
+    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": ser.code_checksum()}
     assert wanted.items() <= first.items()
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
@@ -979,12 +979,16 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp
     assert last(tmp_path)["step"] == 2
 
 
-def test_a_moved_run_continues_on_images_of_the_same_names(whole_run, folder, tmp_path, capsys):
+def test_a_moved_run_continues_on_images_of_the_same_names(
+        whole_run, folder, tmp_path, capsys, monkeypatch):
     moved = shutil.copytree(folder, tmp_path / "moved")
     run = shutil.copytree(whole_run, tmp_path / "run")
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     ser.train(args)
-    assert "at step 10 of 10" in capsys.readouterr().out
+    monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
+    ser.train(args)
+    told = capsys.readouterr().out
+    assert told.count("at step 10 of 10") == 2 and told.count("by other code") == 1
 
     image = next(moved.rglob("*.png"))
     image.rename(image.with_name("other.png"))
@@ -992,10 +996,27 @@ def test_a_moved_run_continues_on_images_of_the_same_names(whole_run, folder, tm
     assert "names_checksum" in told and "images 43" not in told
 
 
-def test_all_but_five_settings_are_compared_and_those_that_differ_are_listed(whole_run):
+def test_the_code_is_what_is_loaded_from_the_folder_of_ser(tmp_path, monkeypatch):
+    monkeypatch.setattr(ser, "__file__", str(tmp_path / "ser.py"))
+    found = []
+    for name in ("ser.py", "paper/other.py", "venv/site-packages/theirs.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+        monkeypatch.setitem(sys.modules, name, ser.Namespace(__file__=str(tmp_path / name)))
+        found.append(ser.code_checksum())
+    assert found[0] != found[1] == found[2]
+
+
+def test_a_second_run_in_a_folder_ends_the_first(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ser, "save_views", lambda path, *_: (tmp_path / "log.jsonl").write_text(""))
+    assert "another run" in sentence(ser.train, toy(folder, tmp_path))
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_all_but_six_settings_are_compared_and_those_that_differ_are_listed(whole_run):
     told = sentence(ser.resume, whole_run / "last.pt", dict(weight=0.25, extra=1), None, None)
     assert "weight 0.5 (now 0.25)" in told
-    free = {"data", "out", "workers", "log_every", "save_every"}
+    free = {"data", "out", "workers", "log_every", "save_every", "code"}
     listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
@@ -1072,6 +1093,11 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
 
     found, _ = ser.find_images(toy(tmp_path))
     assert found == [f"{tmp_path}/a.webp", f"{tmp_path}/b/deep/2.JPEG"]
+
+    split = (tmp_path / "b").rename(tmp_path / "split") / "train"     # has a class "train"
+    (split.parent / "deep").rename(split)
+    shutil.copytree(split, split / "train")
+    assert len(ser.find_images(toy(split))[0]) == 2
 
     (tmp_path / "train").symlink_to(folder)
     found, checksum = ser.find_images(toy(tmp_path))
@@ -1332,6 +1358,7 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
+    (tmp_path / "2" / "._a.png").touch()     # a Mac leaves such files, which are no images
     folder = eval_linear.ClassFolder(tmp_path, None, classes.split())
     assert [label for _, label in folder] == wanted
 
@@ -1515,7 +1542,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
+        monkeypatch.setattr(ser, "code_checksum", lambda: f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 

@@ -3,7 +3,7 @@ import json
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch.distributed as dist
 
@@ -40,7 +40,7 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 def load_several(args: Namespace) -> list[Checkpoint]:
     """The checkpoints of a comparison. Results go beside the first, labels are their paths, if
     the command line does not say otherwise."""
-    if Path(args.data, "train").is_dir():
+    if any(path.is_dir() for path in Path(args.data, "train").glob("*")):     # train/CLASS/
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
@@ -48,10 +48,13 @@ def load_several(args: Namespace) -> list[Checkpoint]:
     return [eval_linear.read_checkpoint(path) for path in paths]
 
 
-def said_of_picture(args: Namespace, runs: Sequence[Checkpoint]) -> dict[str, str]:
-    """What a picture's file says of what made it."""
-    weights = [run.fingerprint for run in runs]
-    return {"Description": json.dumps(vars(args) | {"weights": weights})}
+def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
+    """Write a figure of matplotlib's beside the other results. The file says what made it, and has
+    a checksum of this in its name, so that it replaces no other picture."""
+    made_by = json.dumps(vars(args) | {"weights": [run.fingerprint for run in runs]})
+    path = eval_linear.results_path(args, f"{name}-{ser.checksum([made_by])}.png")
+    figure.savefig(path, metadata={"Description": made_by})
+    print(f"the picture is {path}")
 
 
 def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
@@ -68,5 +71,5 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
     own = vars(args) | {"checkpoint": checkpoint.fingerprint, "ranks": ranks, "images": len(images),
                         "checksum_of_names": ser.checksum(sorted(images))}
     harmless = ("data", "out", "workers", "save_every")
-    return checkpoint.settings | {
-        f"{name}_{key}": value for key, value in own.items() if key not in harmless}
+    named = {f"{name}_{key}": value for key, value in own.items() if key not in harmless}
+    return checkpoint.settings | named | {"code": ser.code_checksum()}

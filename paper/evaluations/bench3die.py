@@ -12,6 +12,7 @@ Paper: "linear probing on its 2D renderings", without their parameters. It leave
 the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags, but
 for --val, --test and --equivariance.
 """
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
     """The sets, as those of eval_linear.load_sets; classes are the sorted synsets."""
     classes = sorted(path.name for path in Path(args.data).iterdir() if path.is_dir())
     validated = {name.strip("/") for name in numpy.load(args.split).tolist()}
+
+    missing = [name for name in validated if not Path(args.data, name).is_dir()]
+    if missing:
+        sys.exit(f"{args.data} lacks {len(missing)} objects of {args.split}, such as {missing[0]}")
 
     items = {"train": [], "crops": [], "val": []}
     for label, synset in enumerate(classes):

@@ -3,7 +3,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
     python -m paper.evaluations.correspondence --data /imagenet/val \
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
-Ours; the paper has no such figure. Writes correspondence.png, with a row for the first photograph
+Ours; the paper has no such figure. Writes correspondence-*.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
 photograph, a rotated and recoloured copy, and for each checkpoint this copy once more, blue
 where a token is not found.
@@ -13,19 +13,23 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 import eval_linear
 import ser
-from paper.evaluations import arguments, load_several, main, said_of_picture
+from paper.evaluations import arguments, load_several, main, save_picture
 
 MISSED = torch.tensor([0.30, 0.38, 0.75]).view(3, 1, 1)     # a colour that photographs seldom have
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    data = "folder of CLASS/..., as val, or a photograph"
-    return arguments(data, several=True).parse_args(argv)
+    parser = arguments("folder of CLASS/..., as val, or a photograph", several=True)
+    parser.add_argument("--layer", type=ser.count,
+                        help="block whose tokens are compared; none: that of L_equiv")
+    return parser.parse_args(argv)
 
 
 def choose_photos(data: str) -> list[str]:
@@ -61,12 +65,13 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     from matplotlib.figure import Figure
 
     runs = load_several(args)
-    path = eval_linear.results_path(args, "correspondence.png")
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
     layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
     sizes = {(run.settings["image_size"], run.settings["patch_size"]) for run in runs}
-    (layer,) = layers         # a ValueError if the runs have L_equiv after several blocks,
-    ((size, _),) = sizes      # or images or patches of several sizes
+    # A ValueError if no --layer is given and the runs have L_equiv after no block or several, or
+    # if their images or patches are of several sizes.
+    (layer,) = [args.layer] if args.layer else layers
+    ((size, _),) = sizes
 
     photos = choose_photos(args.data)
     columns = 2 + len(runs)
@@ -75,24 +80,26 @@ def evaluate(args: Namespace, device: torch.device) -> None:
                              subplot_kw={"xticks": [], "yticks": []})
 
     for number, (row, photo) in enumerate(zip(panels, photos)):
-        image = ser.read_image(photo)
+        # Training and evaluations ignore EXIF flags. Here a phone's photograph stands upright.
+        with Image.open(photo) as file:
+            image = pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
         seen = eval_linear.eval_transform(size)(image) / 255
         shown = eval_linear.eval_transform(2 * size)(image) / 255
         copy = copies(shown, number)[1] * ser.STD + ser.MEAN
-        pictures = {"photograph": shown, "rotated and recoloured": copy}
+        pictures = [("photograph", shown), ("rotated and recoloured", copy)]
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(seen, number), layer)
             title = f"{name}: {tokens.sum()} of {tokens.numel()}"
             opacity = 0.15 + 0.85 * tokens.float()
             strength = F.interpolate(opacity[None, None], shown.shape[1:])
-            pictures[title] = MISSED + strength[0] * (copy - MISSED)
+            pictures.append((title, MISSED + strength[0] * (copy - MISSED)))
 
-        for panel, (title, picture) in zip(row, pictures.items()):
+        for panel, (title, picture) in zip(row, pictures):
             panel.set_title(title)
             panel.imshow(picture.movedim(0, 2).numpy())
 
-    figure.savefig(path, metadata=said_of_picture(args, runs))
-    print(f"tokens after block {layer} are in {path}")
+    print(f"tokens are those after block {layer}")
+    save_picture(figure, "correspondence", args, runs)
 
 
 if __name__ == "__main__":

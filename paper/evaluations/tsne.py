@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 import eval_linear
 import ser
-from paper.evaluations import arguments, load_several, main, said_of_picture
+from paper.evaluations import arguments, load_several, main, save_picture
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -51,7 +51,6 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     """Draw the picture."""
     from matplotlib.figure import Figure
     runs = load_several(args)
-    path = eval_linear.results_path(args, "tsne.png")
     figure = Figure(figsize=(5 * len(runs) + 1, 5.4), layout="constrained")
     panels = figure.subplots(1, len(runs), squeeze=False)
 
@@ -68,8 +67,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         plot(panel, features[sample, -encoder.dim:], labels[sample], args.seed)
         panel.set_title(label)
 
-    figure.savefig(path, metadata=said_of_picture(args, runs))
-    print(f"the picture is {path}")
+    save_picture(figure, "tsne", args, runs)
 
 
 if __name__ == "__main__":

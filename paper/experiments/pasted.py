@@ -96,7 +96,8 @@ def train(args: Namespace) -> Model:
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
-    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1]}
+    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1],
+                        "code": ser.code_checksum()}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 
     for epoch in range(start, args.epochs):
@@ -139,6 +140,8 @@ def evaluate(model: Model, args: Namespace) -> None:
                 row[measure] = row.get(measure, 0) + found["value"] / 3
 
     if ser.ranks_and_rank()[1] == 0:
+        row["weights"] = eval_linear.fingerprint(ser.load_encoder(encoder))
+        row["code"] = ser.code_checksum()
         eval_linear.results_path(args, "row.json").write_text(json.dumps(row))
         print(json.dumps(row))
 

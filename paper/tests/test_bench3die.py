@@ -8,6 +8,7 @@ import ser
 from eval_linear import Seeded
 from paper.evaluations import bench3die
 from paper.tests.toys import call, toy_checkpoint, values
+from test_ser import sentence
 
 SYNSETS = ["02691156", "02747177", "02954340"]
 OBJECTS = [f"{synset}/{name}" for synset in SYNSETS for name in "abcd"]
@@ -47,6 +48,10 @@ def test_the_split_is_that_of_the_list(args):
     others = [name for name in OBJECTS if name not in VALIDATED]
     assert [seen(item) for item in tests["val"]] == listed(VALIDATED, range(50))
     assert [seen(item) for item in train] == listed(others, [0])     # for k-NN and --cache
+
+    (gone := ser.Path(args.data, VALIDATED[0])).rename(gone.with_name("elsewhere"))
+    assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)
+    gone.with_name("elsewhere").rename(gone)
 
     drawn = {seen(Seeded(crops, 0, epoch)[3]) for epoch in range(500)}
     assert len(crops) == len(others)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from PIL import Image
 
 import eval_linear
 import ser
@@ -23,8 +24,13 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
     figures = []
     module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(
-        module.Figure, "savefig", lambda figure, path, **said: figures.append((figure, said)))
+    paths = []
+
+    def save(figure, path, **said):
+        figures.append((figure, said))
+        paths.append(path)
+
+    monkeypatch.setattr(module.Figure, "savefig", save)
     val = class_folders(tmp_path / "val", size=18)
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
@@ -47,13 +53,19 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))
 
-    call(correspondence, f"--data {val}/n01/001.png --checkpoint {moco} {ours} --label a b")
+    phone = tmp_path / "phone.png"     # lies on its side, and says so
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(f"{val}/n01/001.png").rotate(90).save(phone, exif=exif)
+    call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
+    assert len(set(paths)) == 2     # no picture replaces another
     (three, _), (one, said) = figures
     assert len(one.axes) == 4
     photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in said["metadata"]["Description"]
 
+    call(correspondence, f"--data {phone} --checkpoint {moco} --label moco --layer 1")
     deeper = toy_checkpoint(tmp_path / "deeper", equiv_layers=[3])
     larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)
     for other in (deeper, larger):

@@ -183,8 +183,10 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER", "--epochs 100"),
-    ("README.md", "| after 100 epochs,", "retrieval with jitter, rot90, block 2; "
-     "retrieval with jitter, rot90, block 6; linear; linear, rotated images", "--epochs 100"),
+    ("README.md", "| %, after", "retrieval with jitter, rot90, block 2; linear; "
+     "linear, rotated images; -; -; -", "--epochs 10"),
+    ("README.md", "| %, after", "-; -; -; retrieval with jitter, rot90, block 2; linear; "
+     "linear, rotated images", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
     ("README.md", "| ViT-S/16, 60", "retrieval with jitter, rot90, block 3; "
@@ -194,6 +196,8 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
+            if column == "-":     # of another arm
+                continue
             run = RUNS.get(title, column)
             line = printed_title(column.replace("OWN", title) if title in RUNS else title)
             line = next(title for title in printed if title.startswith(line))
