@@ -816,32 +816,22 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              moco_hidden=512, workers=0)
 
 
-# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
-def positive(text: str) -> float:
-    """A number above 0."""
-    return within(sys.float_info.min, sys.float_info.max, float(text))
+def number(name: str, kind: Callable, low: float, high: float) -> Callable:
+    """A type of flags: a text -> a number from low to high, so neither nan nor inf. Argparse tells
+    its name, as in "--ratio: invalid share value: '2'"."""
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError(value)
+        return value
+    convert.__name__ = name
+    return convert
 
 
-def nonnegative(text: str) -> float:
-    """A number from 0 on."""
-    return within(0, sys.float_info.max, float(text))
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    return within(0, 1, float(text))
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    return within(1, sys.maxsize, int(text))
-
-
-def within(low: float, high: float, value: Any) -> Any:
-    """The value, if it is in the range. nan and inf are in none."""
-    if not low <= value <= high:
-        raise ValueError(value)
-    return value
+positive = number("positive", float, sys.float_info.min, sys.float_info.max)
+nonnegative = number("nonnegative", float, 0, sys.float_info.max)
+share = number("share", float, 0, 1)
+count = number("count", int, 1, sys.maxsize)
 
 
 def arguments() -> ArgumentParser:
