@@ -12,10 +12,10 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --mlp --cache             MLPs           one centre crop      yes     no             minutes
     --knn                     none           -                    yes     no             minutes
     --equivariance            none           -                    no      yes            minutes
-    --equivariance, others    as by the others                    if so   yes
+    --equivariance with one of these: what that one measures, and equivariance
 
-Equivariance is measured after every block. Then all is measured of two encoders, the trained one
-and the one that its run began with, so heads take twice the time.
+Equivariance is measured after every block. With it, all is measured of two encoders, the trained
+one and the one that its run began with, so heads take twice the time.
 
 Without --data, images are synthetic, heads learn from whole images, and equivariance is that of
 turns after f1 (after block 1 if [CLS] enters at the input), beside the untrained encoder.
@@ -67,7 +67,8 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN, and no heads unless --mlp or --cache is given")
+    add("--knn", action="store_true",
+        help="20-NN alone, without heads unless --mlp or --cache is given")
     add("--equivariance", action="store_true", help="equivariance after every block")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
@@ -212,7 +213,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows of such a name would be taken for those of the training images.
+        # Rows called "train" or "crops" would look like those of the training images.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -407,7 +408,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled
     as that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike
-    A.2: a scaling leads from the size of x itself to that of view 2, as maps have in training."""
+    A.2: a scaling brings x from its own size to that of view 2, which training has seen."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -512,6 +513,11 @@ def key_of(row: dict) -> dict:
     return {name: cell for name, cell in row.items() if name not in ("value", "code")}
 
 
+def made_by(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
+    """What a row or a head says of itself."""
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
+
+
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with what made it; images: as `describe` names
@@ -520,11 +526,8 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
 
-    made_by = {
-        "weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
-        "code": ser.code_checksum()}
     for row in rows:
-        new = made_by | row
+        new = made_by(args, checkpoint, images) | {"code": ser.code_checksum()} | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]
         results["rows"] = [*others, new]
 
@@ -643,30 +646,28 @@ def evaluate(args: Namespace) -> list[dict]:
     if pairs:
         checkpoints = {"untrained": untrained(checkpoint), "trained": checkpoint}
 
+    _, rank = ser.ranks_and_rank()
+    images = describe({"train": sets.train_centre, **sets.tests})
     rows = []
-    kept = {}
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
-        own = []
+        found = []
+        head = {}
         if args.with_heads or args.knn:
-            own, best_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-            if name == "trained":
-                kept = best_head
+            found, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if pairs:
-            own += equivariance_rows(encoder, sets.tests["val"], pairs)
-        rows += [row | {"encoder": name} for row in own]
+            found += equivariance_rows(encoder, sets.tests["val"], pairs)
 
-    _, rank = ser.ranks_and_rank()
+        found = [row | {"encoder": name} for row in found]
+        rows += found
+        if rank == 0:
+            write(path, found, args, measured, images)
+            if head and name == "trained":
+                says = made_by(args, measured, images)
+                key = ser.checksum([json.dumps(says)])
+                ser.save(path.with_name(f"head-{key}.pt"), **head, **says)
+
     if rank == 0:
-        images = describe({"train": sets.train_centre, **sets.tests})
-        for name, measured in checkpoints.items():
-            own = [row for row in rows if row["encoder"] == name]
-            write(path, own, args, measured, images)
-        if kept:
-            made_by = {
-                "weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
-            key = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:8]
-            ser.save(path.with_name(f"head-{key}.pt"), **kept, **made_by)
         print_table(rows)
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows

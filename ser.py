@@ -69,8 +69,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored as
-    the size of the map that it ends with, not as a factor. So a motion from view 1 to view 2 needs
-    no more than the grid of view 2, and one resize brings maps of any size there."""
+    the size that it ends with. The size that it begins with is that of the map which is moved, so
+    there is no scaling to undo in `relative`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -447,7 +447,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     #     k          0        1                3                4        6, which is 0 again
     #     channel    value    value - chroma   value - chroma   value    value
     # For red that is hue - 1, or hue + 5 modulo 6, for green hue + 3, and for blue hue + 1.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
     return torch.where(shift == 0, x, shifted)
@@ -457,8 +457,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel ends at three times the largest sigma, 6 pixels in a view of 224, and up
-    # to 8 in images of b2, whose scaling makes them larger.
+    # Choice: the kernel ends at three times the largest sigma, which is 6 pixels in a view of 224,
+    # and a little later in images of b2 that were scaled up.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -646,8 +646,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere. In
-        # the release it passes through neither (see README.md).
+        # Choice, unlike the release, whose loss has no gradient at all (see README.md): it passes
+        # through anchors, z, and keys, as 3.3 stops it nowhere.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -984,9 +984,9 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved. The next three change no result, and an edit of
-    # the code may change one or not.
-    harmless = ("data", "out", "workers", "log_every", "save_every", "code")
+    # The folders `data` and `out` may have moved. The next three change no result. Another device,
+    # and an edit of the code, may change one.
+    harmless = ("data", "out", "workers", "log_every", "save_every", "device", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -995,7 +995,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
     if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code than that of now: a new --out begins anew")
+        print(f"{path} was trained by other code than that of now; if it should not be, give a "
+              "new --out")
 
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -1026,20 +1027,18 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    settings = vars(args) | {
-        "method": f"{type(model).__name__} on {type(model.base).__name__}",
-        "images": len(source), "names_checksum": names_checksum, "ranks": ranks,
-        "code": code_checksum()}
+    # The settings, and what follows from them, for checkpoint and log.
+    run = Namespace(
+        **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
+        images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
+        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code_checksum())
     path = Path(args.out, "last.pt")
-    start = resume(path, settings, model, optimizer) if path.exists() else 0
+    start = resume(path, vars(run), model, optimizer) if path.exists() else 0
 
-    # Loader, whose batches are those of the whole run, and log. `run` has the settings, and what
-    # is printed and logged besides.
+    # Loader, whose batches are those of the whole run, and log.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    run = Namespace(**settings, steps=steps, b2=ranks * b2_per_rank(args, ranks),
-                    device=device.type)
     log, bar = open_log(path.with_name("log.jsonl"), run, start)
     if rank == 0:
         print_plan(run, start)
@@ -1055,7 +1054,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO.
+        # Forward. The seed is for base methods that sample there, such as DINO. Without loader
+        # processes, the last image has left its own.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
@@ -1072,7 +1072,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, steps=steps, settings=settings, model=model.state_dict(),
+            # The encoder once more by itself, for those who want no more of a run.
+            save(path, step=done, steps=steps, settings=vars(run), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
@@ -1114,9 +1115,10 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def code_checksum() -> str:
-    """A checksum of the program: of all files that it has loaded from the folder of this one."""
+    """A checksum of the files of this repository that the program has loaded."""
     root = Path(__file__).parent
     loaded = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
+    # A virtual environment may be a folder of the repository.
     own = [path for path in map(Path, sorted(loaded))
            if path.is_relative_to(root) and "site-packages" not in path.parts]
     return checksum([path.read_text() for path in own])
@@ -1198,8 +1200,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 
 
 def print_plan(run: Namespace, start: int) -> None:
-    """Say what is trained, and what L_equiv would be at chance. run: the settings that `resume`
-    compares, and what is printed and logged besides."""
+    """Say what is trained, and what L_equiv would be at chance."""
     print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
           f"{run.batch_size}, {run.b2} of them moved (b2); the run begins at step {start} of "
           f"{run.steps}")
@@ -1238,22 +1239,25 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     save_image(pairs.cpu() * STD + MEAN, path, nrow=2)
 
 
-def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Log means over ranks, all of which call this. Exits if the loss is not finite, or if a second
-    run has begun in the same folder."""
+def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
+    """The means of losses over ranks, all of which call this."""
     ranks, _ = ranks_and_rank()
-    if os.path.getsize(log.name) != log.tell():
-        sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
-
     values = torch.stack(list(losses.values())).detach()
-
     if ranks > 1:
         dist.all_reduce(values)
         # In torch 2.6, a rank may hang at its end if a thread of gloo is the last to hold a tensor
-        # that was reduced. So the bar, which lives until then, holds the last one.
-        bar.keep_alive = values
-    means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
+        # that was reduced. So the last one is kept.
+        mean_over_ranks.last_reduced = values
+    return dict(zip(losses, (values / ranks).tolist()))
 
+
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+    """Show and log losses. Exits if they are not finite, or if a second run has begun in the same
+    folder."""
+    if os.path.getsize(log.name) != log.tell():     # both are 0 on other ranks than 0
+        sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
+
+    means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
     print(json.dumps(line), file=log)

@@ -1016,7 +1016,7 @@ def test_a_second_run_in_a_folder_ends_the_first(folder, tmp_path, monkeypatch):
 def test_all_but_six_settings_are_compared_and_those_that_differ_are_listed(whole_run):
     told = sentence(ser.resume, whole_run / "last.pt", dict(weight=0.25, extra=1), None, None)
     assert "weight 0.5 (now 0.25)" in told
-    free = {"data", "out", "workers", "log_every", "save_every", "code"}
+    free = {"data", "out", "workers", "log_every", "save_every", "device", "code"}
     listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
