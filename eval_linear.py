@@ -83,8 +83,7 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str] | None = None,
-          parser: ArgumentParser | None = None) -> Namespace:
+def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
     """The settings of a command line, and whether they ask for heads."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
@@ -360,11 +359,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
         with torch.no_grad():
             # Among the classes that val has.
             top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
-        line = {
-            "weights": encoder_fingerprint,
-            "settings": vars(args),
-            "epoch": epoch + 1,
-            "val top-1 %": dict(zip(args.lr, top1))}
+        line = {"weights": encoder_fingerprint, "settings": vars(args), "epoch": epoch + 1,
+                "val top-1 %": dict(zip(args.lr, top1))}
         if rank == 0:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
@@ -555,8 +551,7 @@ def print_table(rows: Sequence[dict]) -> None:
 
 
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
-def probe(encoder: ViT, sets: Sets, args: Namespace,
-          log: Path) -> tuple[list[dict], dict]:
+def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
     train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}

@@ -225,27 +225,20 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, and the last four rows are the photometric jitter. The loader crops and flips,
-# and samples the numbers of the jitter. `make_views` does the rest on the device, as CPU cores
-# would take longer for it than for reading and cropping.
+# T is MoCo-v3's, where P_ is the probability of an operation. The loader crops and flips, and
+# samples the numbers of the photometric jitter, from P_COLOUR on. `make_views` jitters on the
+# device, as CPU cores would take longer for it than for reading and cropping.
 #
-#   T              made by   probability   range                            T_eq has
-#                            in view 1, 2
-#   random crop    loader    1      1      area .08 to 1, ratio 3/4 to 4/3  the whole, as a square
-#   flip           loader    .5     .5     horizontal                       a flip, by rho_g
-#   -                                                                       quarter turns, by rho_g
-#   -                                                                       a scaling, by rho_g
-#   colour jitter  device    .8     .8     .4, .4, .2, and hue .1           the same
-#   grayscale      device    .2     .2                                      the same
-#   blur           device    1      .1     sigma .1 to 2 pixels of 224      the same
-#   solarization   device    0      .2     from 128 of 255 on               the same
-P_FLIP, P_COLOUR, P_GRAY = 0.5, 0.8, 0.2     # in both views
-P_BLUR = (1.0, 0.1)                          # in view 1 and in view 2
-P_SOLARIZE = (0.0, 0.2)
-ASPECT = (3 / 4, 4 / 3)
+#                            T has                                   T_eq has
+ASPECT = (3 / 4, 4 / 3)    # a random crop, area --crop-min to 1     the whole, as a square
+P_FLIP = 0.5               # a horizontal flip                       flip, turns, scaling by rho_g
+P_COLOUR = 0.8             # a colour jitter, in these ranges        the same
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
-SIGMA = (0.1, 2.0)                           # pixels in a view of 224
-SOLARIZE_FROM = 128 / 255
+P_GRAY = 0.2               # grayscale                               the same
+P_BLUR = (1.0, 0.1)        # blur, in view 1 and in view 2           the same
+SIGMA = (0.1, 2.0)         #     by so many pixels of 224
+P_SOLARIZE = (0.0, 0.2)    # solarization, in view 1 and in view 2   the same
+SOLARIZE_FROM = 128 / 255  #     of values in [0, 1]
 
 
 class ViewSettings(NamedTuple):
@@ -338,11 +331,9 @@ class Dataset(torch.utils.data.Dataset):
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
     """The data set of a run, with the two views of T."""
-    area = (args.crop_min, 1.0)
-    view_settings = [
-        ViewSettings(args.image_size, area, p_blur, p_solarize)
-        for p_blur, p_solarize in zip(P_BLUR, P_SOLARIZE)]
-    return Dataset(source, view_settings, args.seed)
+    view1 = ViewSettings(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
+    view2 = view1._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
+    return Dataset(source, [view1, view2], args.seed)
 
 
 class View(NamedTuple):
@@ -573,8 +564,7 @@ class ViT(nn.Module):
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 
-def encode_view(encoder: ViT, view: View,
-                layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
+def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
     """The final [CLS] of b1, then b2, (B, D); and layer -> map, of b2 alone."""
     of_b1 = encoder(view.b1)
     if view.b2 is None:
@@ -624,8 +614,7 @@ def gather(x: Tensor) -> Tensor:
     return AllGather.apply(x) if ranks > 1 else x
 
 
-def patch_ntxent(z: Tensor, z_prime: Tensor,
-                 temperature: float = 0.3) -> Tensor:
+def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor:
     """Patch-wise NT-Xent (paper 3.3 and Eq. 3), the mean over images i and places j of
 
         -log  exp s(z_ij, z'_ij)
@@ -655,11 +644,10 @@ def patch_ntxent(z: Tensor, z_prime: Tensor,
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mpk->ijmp", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # An anchor's own image is left out. Images of this rank are chunk `rank` of the keys.
-        ranks, rank = ranks_and_rank()
-        numbers = torch.arange(len(keys), device=z.device)
-        own = numbers.chunk(ranks)[rank][:, None] == numbers               # (B, R B)
-        logits.masked_fill_(own[:, None, :, None], -torch.inf)
+        # An anchor's own image is left out. The keys of this rank's images begin at rank * B.
+        _, rank = ranks_and_rank()
+        image = torch.arange(len(z), device=z.device)
+        logits[image, :, rank * len(z) + image] = -torch.inf
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
@@ -677,9 +665,8 @@ def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 
 
 # For trainings that copy sections 1 and 4. If you read for the method, go on with section 5.
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor,
-                      images2: Tensor, patch: int, shared: torch.Generator,
-                      temperature: float = 0.3,
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
+                      patch: int, shared: torch.Generator, temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
     """L_equiv for other trainings, with the motions sampled and the images moved. ser.py does not
     call it. On several ranks, gradients must be averaged, as DDP does.
@@ -709,12 +696,11 @@ def mlp(*widths: int) -> nn.Sequential:
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths[:-1]):
-        layers += [
-            nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers += [
-        nn.Linear(*widths[-2:], bias=False), nn.BatchNorm1d(widths[-1], affine=False)]
-    return nn.Sequential(*layers)
+    for fan_in, fan_out in pairwise(widths):
+        if layers:     # between two layers
+            layers += [nn.BatchNorm1d(fan_in), nn.ReLU(True)]
+        layers.append(nn.Linear(fan_in, fan_out, bias=False))
+    return nn.Sequential(*layers, nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -843,8 +829,7 @@ def arguments() -> ArgumentParser:
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
 
-    add("--data", str, "",
-        "folder of images, any depth, or one with train/; none: synthetic images")
+    add("--data", str, "", "folder of images, any depth, or with train/; none: synthetic ones")
     add("--out", str, "runs/ser", "folder of the run; a run there goes on")
     add("--image-size", count, 224, "side of a view, pixels")
     add("--patch-size", count, 16, "side of a patch, pixels")
@@ -852,18 +837,11 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the paper's main setting, both of the next two flags are 3. Examples of others:
-    #     L_equiv after block 6      --equiv-layers 6 --cls-layer 6
-    #     L_equiv after block 12     --equiv-layers 12 --cls-layer 0
-    #     MoCo-v3 with our ViT       --ratio 0 --cls-layer 0
-    # Choice: after block 12 no block is left for [CLS], so it enters at the input.
-    add("--cls-layer", int, 3,
-        "last block of f1, after which [CLS] enters; 0: a plain ViT")
-    add("--equiv-layers", count, [3],
-        "blocks with L_equiv: the last of f1 in the paper's main setting", nargs="+")
+    # In the paper, both of these mark the end of f1. MoCo-v3 is --ratio 0 --cls-layer 0.
+    add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
+    add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; its tokens need other images as negatives, so with "
-        "256 images take .0625, which is 16; 0: no b2")
+        "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
@@ -1262,8 +1240,7 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
     print(json.dumps(line), file=log)
     if not math.isfinite(means["loss"]):
-        sys.exit(f"step {step}: the loss is {means['loss']}: try a lower --base-lr and a new "
-                 "--out")
+        sys.exit(f"step {step}: the loss is {means['loss']}: lower --base-lr, in a new --out")
 
 
 if __name__ == "__main__":
