@@ -14,21 +14,22 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --equivariance            none           -                    no      yes            minutes
     --equivariance with one of these: what that one measures, and equivariance
 
-Equivariance is measured after every block. With it, all is measured of two encoders, the trained
-one and the one that its run began with, so heads take twice the time.
+Equivariance is measured after every block. With it, all is measured of two encoders,
+the trained one and the one that its run began with, so heads take twice the time.
 
 Without --data, images are synthetic, heads learn from whole images, and equivariance is that of
 turns after f1 (after block 1 if [CLS] enters at the input), beside the untrained encoder.
 
-Results are rows of eval.json, in the folder of the checkpoint. A row looks like this (its settings
-are cut short, and the value is the paper's):
+Results are rows of eval.json, in the folder of the checkpoint. A row looks like
+this (its settings are cut short, and the value is the paper's):
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each epoch of
-the heads, and head-*.pt is the best linear head. A stopped evaluation begins anew.
+`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line
+for each epoch of the heads, and head-*.pt is the best linear head. A stopped
+evaluation begins anew.
 """
 import hashlib
 import json
@@ -159,8 +160,8 @@ class Sets(NamedTuple):
 
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic here, and bilinear in the crops that heads learn from, as the release and
-    # DINO's eval_linear.
+    # Choice: bicubic here, and bilinear in the crops that heads learn from, as the
+    # release and DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -256,16 +257,16 @@ def autocast(x: Tensor) -> torch.autocast:
 
 
 def feature_blocks(encoder: ViT) -> range:
-    """The blocks whose [CLS] heads read. Paper: 4.1, the last four. Choice: fewer, if [CLS] enters
-    among them, such as the very last one in the ViT of `python ser.py`."""
+    """The blocks whose [CLS] heads read. Paper: 4.1, the last four. Choice: fewer, if
+    [CLS] enters among them, such as the very last one in the ViT of `python ser.py`."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Images (B, 3, S, S) uint8 -> features in fp32: [CLS] after each of the `feature_blocks`, side
-    by side, so that the last D columns are of the last block. Choice: they pass the final
-    LayerNorm."""
+    """Images (B, 3, S, S) uint8 -> features in fp32: [CLS] after each of the
+    `feature_blocks`, side by side, so that the last D columns are of the last
+    block. Choice: they pass the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     with autocast(x):
         cls_at = encoder(x, feature_blocks(encoder)).cls_at
@@ -280,8 +281,8 @@ class Features(NamedTuple):
 
 
 def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
-    """The features of a set, on every rank. Each rank fills in its own images and leaves zeros
-    for the others; the sum over ranks has all of them."""
+    """The features of a set, on every rank. Each rank fills in its own images and
+    leaves zeros for the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
@@ -340,9 +341,9 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
         if args.cache:
             x_train, y_train = centre
         else:
-            # Each rank encodes a part of the crops, gets those of the others, and trains all heads
-            # on all of them, alike everywhere. On ImageNet, features of a ViT-S are 8 GB, so those
-            # of the epoch before are freed.
+            # Each rank encodes a part of the crops, gets those of the others, and
+            # trains all heads on all of them, alike everywhere. On ImageNet,
+            # features of a ViT-S are 8 GB, so those of the epoch before are freed.
             x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
@@ -402,9 +403,9 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled
-    as that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike
-    A.2: a scaling brings x from its own size to that of view 2, which training has seen."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled as
+    that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike A.2: a
+    scaling brings x from its own size to that of view 2, which training has seen."""
     total = 0.0
     for part, x in enumerate(images.split(32)):
         grid = images.shape[-1] // patch
@@ -419,8 +420,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
               change: Callable = nn.Identity()) -> float:
-    """How often a token finds itself in the moved image, among the tokens of 32 images, as a
-    share: about 1 / (32 H W) by chance.
+    """How often a token finds itself in the moved image, among the tokens of 32
+    images, as a share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
     images: (n, 3, S, S), as `change` takes them; without `change`, as f1 does. n should be a
@@ -461,8 +462,8 @@ def unit_tokens(h: Tensor) -> Tensor:
 
 
 def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, from the ranges
-    of training, and normalise them."""
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own,
+    from the ranges of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
     zeros = torch.zeros(len(x))     # what the jitter reads must be tensors
     aug = ser.Augmentation(
@@ -473,8 +474,8 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
-    """The token map after a block. Choice: that of the last block, A.2's "final representation",
-    is after the final LayerNorm."""
+    """The token map after a block. Choice: that of the last block, A.2's "final
+    representation", is after the final LayerNorm."""
     h = encoder(x, [block]).maps[block]
     if block == encoder.depth:
         h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
@@ -581,8 +582,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
 
 def scores(head: nn.Sequential | None, train: Features, test: Features, among: Tensor,
            dim: int) -> dict[str, float]:
-    """Percent of a set that a head, if there is one, and 20-NN get right among some of the
-    classes."""
+    """Percent of a set that a head, if there is one, and 20-NN get right among some
+    of the classes."""
     x, y = test
     values = {}
     if head is not None:

@@ -1,7 +1,7 @@
 """Soft Equivariance Regularization (SER) for self-supervised vision transformers.
 
-SER keeps the loss of a self-supervised method, which acts on the final embedding, and adds
-a second one at an intermediate layer, where the patch tokens still form a map of the image:
+SER keeps the loss of a self-supervised method, which acts on the final embedding, and adds a
+second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch; b2 has a share r = .01 of it, which on 8 GPUs is
@@ -19,12 +19,12 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2.
-Numbers such as (3.1) are sections of the paper. `Choice:` marks what it leaves open, `Choice,
-unlike` where we depart from it, and `Paper:` what it prescribes where that may surprise. MoCo-v3's
-settings, which 4.1 keeps, are those of its code and of the ViT-S commands in its CONFIG.md,
-except where a comment says otherwise. "The release" is the authors' code,
-github.com/aitrics-chris/SER at dbe5e93.
+Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends
+section 2. Numbers such as (3.1) are sections of the paper. `Choice:` marks what it
+leaves open, `Choice, unlike` where we depart from it, and `Paper:` what it prescribes
+where that may surprise. MoCo-v3's settings, which 4.1 keeps, are those of its code
+and of the ViT-S commands in its CONFIG.md, except where a comment says otherwise.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -68,9 +68,9 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is stored as
-    the size that it ends with. The size that it begins with is that of the map which is moved, so
-    there is no scaling to undo in `relative`."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A
+    scaling is stored as the size that it ends with. The size that it begins with is
+    that of the map which is moved, so there is no scaling to undo in `relative`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -90,8 +90,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are rounded. W / H
-    # has the release's range.
+    # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are
+    # rounded. W / H has the release's range.
     area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
@@ -110,8 +110,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size). Crops, rho and position embeddings share it (3.2)."""
     if x.shape[-2:] == size:
         return x
-    # With antialiasing, CPUs resize bytes, float32 and float64, but no half precision. So half
-    # precision becomes float32 here, on all devices.
+    # With antialiasing, CPUs resize bytes, float32 and float64, but no half
+    # precision. So half precision becomes float32 here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice: PyTorch's bilinear resize, unlike MoCo-v3 (4.1), which resizes by Pillow.
@@ -120,8 +120,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
-    """The action rho_g (3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), where (H, W) is g.grid.
-    cell = 1 moves token maps, and cell = patch_size moves pixels."""
+    """The action rho_g (3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), where
+    (H, W) is g.grid. cell = 1 moves token maps, and cell = patch_size moves pixels."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
@@ -141,10 +141,10 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (3.1), and a map of view 1 to the grid of
-    view 2."""
-    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which come
-    # first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
+    """g = g2 g1^-1, which takes view 1 to view 2 (3.1), and a map of view 1 to the
+    grid of view 2."""
+    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
+    # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
     # where s is -1 if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
@@ -167,9 +167,9 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as they
-    gather maps of one size. So each of them samples the motions of all ranks, with the generator
-    `shared`, which is seeded alike everywhere, and keeps its own part."""
+    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as
+    they gather maps of one size. So each of them samples the motions of all ranks, with
+    the generator `shared`, which is seeded alike everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -191,9 +191,9 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its
-    # own share, as all need equally many (`gather`). So r = .01 of 2048 is 24 images on 8
-    # ranks, and 20 on one. (Python's `round` would make 2 of 2.5.)
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank
+    # rounds its own share, as all need equally many (`gather`). So r = .01 of 2048
+    # is 24 images on 8 ranks, and 20 on one. (Python's `round` would make 2 of 2.5.)
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -225,9 +225,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, where P_ is the probability of an operation. The loader crops and flips, and
-# samples the numbers of the photometric jitter, from P_COLOUR on. `make_views` jitters on the
-# device, as CPU cores would take longer for it than for reading and cropping.
+# T is MoCo-v3's, where P_ is the probability of an operation. The loader crops and flips,
+# and samples the numbers of the photometric jitter, from P_COLOUR on. `make_views` jitters
+# on the device, as CPU cores would take longer for it than for reading and cropping.
 #
 #                            T has                                   T_eq has
 ASPECT = (3 / 4, 4 / 3)    # a random crop, area --crop-min to 1     the whole, as a square
@@ -250,8 +250,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for the view of an image, where the defaults do nothing. For a batch, each
-    field is a tensor (B,)."""
+    """What was sampled for the view of an image, where the defaults do nothing. For
+    a batch, each field is a tensor (B,)."""
     # The crop and its flip, which some baselines in paper/methods read. b2 has none.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -271,8 +271,8 @@ class Augmentation(NamedTuple):
 
 def sample_view(image: Tensor, settings: ViewSettings,
                 in_b2: bool) -> tuple[Tensor, Augmentation]:
-    """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was sampled for
-    it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
+    """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was
+    sampled for it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
@@ -281,8 +281,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice: it is a
-    # square first, which rho_g resizes again.
+    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice:
+    # it is a square first, which rho_g resizes again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -348,8 +348,9 @@ class View(NamedTuple):
 
 
 def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
-    """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels (B, 3, S, S)
-    uint8 of b1, then b2, on the device, and their Augmentation, on the CPU."""
+    """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels,
+    (B, 3, S, S) uint8 of b1, then b2, on the device, and their Augmentation, on the
+    CPU."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
@@ -394,9 +395,9 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     def column(field: Tensor) -> Tensor:
         return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
 
-    # These are the operations of torchvision's colour jitter, with a factor of its own for each
-    # image. A factor of 1, or a hue shift of 0, leaves an image as it is, bit for bit.
-    # Choice, unlike MoCo-v3 (4.1), which jitters bytes: floats.
+    # These are the operations of torchvision's colour jitter, with a factor of its
+    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
+    # is, bit for bit. Choice, unlike MoCo-v3 (4.1), which jitters bytes: floats.
     operations = ("brightness", "contrast", "saturation", "hue")
     for number in order.tolist():
         operation = operations[number]
@@ -432,9 +433,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # From HSV to RGB: red falls from `value` at hue 1 to value - chroma at hue 2, stays there
-    # until hue 4, and is back at `value` at hue 5. Green does so two steps later, and blue four.
-    # With k counted from where a channel begins to fall,
+    # From HSV to RGB: red falls from `value` at hue 1 to value - chroma at hue 2,
+    # stays there until hue 4, and is back at `value` at hue 5. Green does so two
+    # steps later, and blue four. With k counted from where a channel begins to fall,
     #     k          0        1                3                4        6, which is 0 again
     #     channel    value    value - chroma   value - chroma   value    value
     # For red that is hue - 1, or hue + 5 modulo 6, for green hue + 3, and for blue hue + 1.
@@ -448,15 +449,15 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel ends at three times the largest sigma, which is 6 pixels in a view of 224,
-    # and a little later in images of b2 that were scaled up.
+    # Choice: the kernel ends at three times the largest sigma, which is 6 pixels in
+    # a view of 224, and a little later in images of b2 that were scaled up.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
 
-    # A convolution in B groups has a kernel for each channel. So the images become channels, and
-    # the three colours become the batch.
+    # A convolution in B groups has a kernel for each channel. So the images become
+    # channels, and the three colours become the batch.
     x = F.pad(x, [radius] * 4, mode="reflect")
     x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
     x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
@@ -522,8 +523,8 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices, and a
-        # patch embedding that stays random (--stop-grad-conv1 in all its commands for ViTs).
+        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices, and a patch
+        # embedding that stays random (--stop-grad-conv1 in all its commands for ViTs).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -577,8 +578,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 # `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1,
 # projects the tokens of both views and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
-    """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers with GELU, to
-    512."""
+    """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
+    with GELU, to 512."""
     # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
     # Choice: both layers have the same width.
     return nn.Sequential(
@@ -589,8 +590,8 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient, which it has not by itself. The one that PyTorch has in
-    torch.distributed.nn is undocumented."""
+    """`dist.all_gather` with a gradient, which it has not by itself. The one that
+    PyTorch has in torch.distributed.nn is undocumented."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -600,8 +601,8 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
-        # A rank's x entered the loss of every rank, so its gradients are summed. They are not
-        # divided by R here, because DDP does it later, when it averages over ranks.
+        # A rank's x entered the loss of every rank, so its gradients are summed. They are
+        # not divided by R here, because DDP does it later, when it averages over ranks.
         ranks, rank = ranks_and_rank()
         total = gradient.contiguous().clone()
         dist.all_reduce(total)
@@ -625,18 +626,18 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     *other* images of b2 alone (3.3). Algorithm 1 has "other images/tokens", and A.4 "other
     images and spatial locations", which may mean other tokens of the same image, too.
 
-    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2). Anchors are
-    those of this rank, and keys those of all ranks, so the mean over ranks is the loss of the
-    whole batch. It is computed in fp32. Raises ValueError if the shapes differ, or there is
-    but one image in all."""
+    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2).
+    Anchors are those of this rank, and keys those of all ranks, so the mean over
+    ranks is the loss of the whole batch. It is computed in fp32. Raises ValueError
+    if the shapes differ, or there is but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice, unlike the release, whose loss has no gradient at all (see README.md): it passes
-        # through anchors, z, and keys, as 3.3 stops it nowhere.
+        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere.
+        # The release stops both, so its loss has no gradient at all (see README.md).
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -656,8 +657,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
 
 def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
                temperature: float = 0.3) -> Tensor:
-    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2, (B, D, H2,
-    W2), where g takes view 1 to view 2."""
+    """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2,
+    (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
@@ -668,8 +669,8 @@ def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
                       patch: int, shared: torch.Generator, temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv for other trainings, with the motions sampled and the images moved. ser.py does not
-    call it. On several ranks, gradients must be averaged, as DDP does.
+    """L_equiv for other trainings, with the motions sampled and the images moved.
+    ser.py does not call it. On several ranks, gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
@@ -693,8 +694,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
-    # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is.
+    # On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         if layers:     # between two layers
@@ -715,8 +716,8 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021), by default with its authors' values. Its projector is not
-    that of L_equiv."""
+    """MoCo-v3 (Chen et al. 2021), by default with its authors' values. Its
+    projector is not that of L_equiv."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -772,9 +773,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share one mean
-        # and all keys, as in the release. With two means, an image of b2 would weigh 84 times as
-        # much as one of b1, if 24 are in b2 and 2,024 in b1.
+        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share
+        # one mean and all keys, as in the release. With two means, an image of b2
+        # would weigh 84 times as much as one of b1, if 24 are in b2 and 2,024 in b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -803,8 +804,8 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 
 
 def number(name: str, kind: Callable, low: float, high: float) -> Callable:
-    """A type of flags: a text -> a number from low to high, so neither nan nor inf. Argparse tells
-    its name, as in "--ratio: invalid share value: '2'"."""
+    """A type of flags: a text -> a number from low to high, so neither nan nor inf.
+    Argparse tells its name, as in "--ratio: invalid share value: '2'"."""
     def convert(text: str) -> Any:
         value = kind(text)
         if not low <= value <= high:
@@ -962,8 +963,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved. The next three change no result. Another device,
-    # and an edit of the code, may change one.
+    # The folders `data` and `out` may have moved. The next three change no result.
+    # Another device, and an edit of the code, may change one.
     harmless = ("data", "out", "workers", "log_every", "save_every", "device", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1032,8 +1033,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO. Without loader
-        # processes, the last image has left its own.
+        # Forward. The seed is for base methods that sample there, such as DINO. Without
+        # loader processes, the loader has left the seed of an image.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
@@ -1064,8 +1065,8 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp")     # of image files, also in capit
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
-    """The images of a run, as sorted paths below DATA/train or, without one, below DATA, and a
-    checksum of their names. Without --data, pixels of synthetic ones."""
+    """The images of a run, as sorted paths below DATA/train or, without one, below
+    DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
     if not args.data:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
@@ -1195,8 +1196,8 @@ def print_plan(run: Namespace, start: int) -> None:
 
 
 def open_log(path: Path, run: Namespace, start: int) -> tuple[TextIO, tqdm]:
-    """A log, which gets a line of all settings at each start, and a bar that counts images, on
-    rank 0 alone. It makes the folder of the run."""
+    """A log, which gets a line of all settings at each start, and a bar that counts
+    images, on rank 0 alone. It makes the folder of the run."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
@@ -1223,15 +1224,15 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # In torch 2.6, a rank may hang at its end if a thread of gloo is the last to hold a tensor
-        # that was reduced. So the last one is kept.
+        # In torch 2.6, a rank may hang at its end if a thread of gloo is the last
+        # to hold a tensor that was reduced. So the last one is kept.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log losses. Exits if they are not finite, or if a second run has begun in the same
-    folder."""
+    """Show and log losses. Exits if they are not finite, or if a second run has
+    begun in the same folder."""
     if os.path.getsize(log.name) != log.tell():     # both are 0 on other ranks than 0
         sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
 
