@@ -5,20 +5,17 @@
 
 The second line is the protocol of 4.1. Flags ask for other things:
 
-    flags                     heads          learn from           20-NN   equivariance   time
-    none                      linear         random crops         yes     no             hours
-    --cache                   linear         one centre crop      yes     no             minutes
-    --mlp                     MLPs           random crops         yes     no             hours
-    --mlp --cache             MLPs           one centre crop      yes     no             minutes
-    --knn                     none           -                    yes     no             minutes
-    --equivariance            none           -                    no      yes            minutes
-    --equivariance with one of these: what that one measures, and equivariance
+    flags              heads     learn from          20-NN   equivariance            time
+    none               linear    random crops        yes     no                      hours
+    --cache            linear    one centre crop     yes     no                      minutes
+    --mlp              MLPs      random crops        yes     no                      hours
+    --mlp --cache      MLPs      one centre crop     yes     no                      minutes
+    --knn              none      -                   yes     no                      minutes
+    --equivariance     none      -                   no      after every block       minutes
+    without --data     linear    whole images        yes     of turns, after f1      seconds
 
-Equivariance is measured after every block. With it, all is measured of two encoders,
-the trained one and the one that its run began with, so heads take twice the time.
-
-Without --data, images are synthetic, heads learn from whole images, and equivariance is that of
-turns after f1 (after block 1 if [CLS] enters at the input), beside the untrained encoder.
+--equivariance can be added to the others. Where equivariance is measured, so is all
+else, of two encoders, the trained one and the one that its run began with.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -401,13 +398,17 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # f1 is here any function that makes a map of an image, such as the first blocks. It is
 # equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)).
 # A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
+GROUP = 32     # images among whose tokens `retrieval` looks
+
+
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g is sampled as
-    that of two views in training, g2 g1^-1, so some images stay as they are. Choice, unlike A.2: a
-    scaling brings x from its own size to that of view 2, which training has seen."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g
+    is sampled as that of two views in training, g2 g1^-1, so some images stay as they
+    are. Choice, unlike A.2, whose scalings have the factor of g2 g1^-1: they have that
+    of g2, as x was not scaled by g1."""
     total = 0.0
-    for part, x in enumerate(images.split(32)):
+    for part, x in enumerate(images.split(GROUP)):
         grid = images.shape[-1] // patch
         g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
         g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
@@ -435,7 +436,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
-    for part, x in enumerate(images.split(32)):
+    for part, x in enumerate(images.split(GROUP)):
         # Every image is turned or flipped, as the tokens of one that stays would all find
         # themselves. A scaling may happen to end with the size of before.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, part, 2))
@@ -533,18 +534,24 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     unfinished.replace(path)
 
 
+def table_format(measure: str) -> tuple[str, int, int]:
+    """How tables show a measure: its title, what values are multiplied by, and digits. Accuracies
+    are percent in the file, too, a retrieval is a share there, and a cosine is no percentage."""
+    if "retrieval" in measure:
+        return f"{measure} %", 100, 1
+    return measure, 1, 3 if "cosine" in measure else 1
+
+
 def print_table(rows: Sequence[dict]) -> None:
     """A line for each measure, a column for each encoder."""
     table = {}
     for row in rows:
-        measure, value = row["measure"], row["value"]
-        if "retrieval" in measure:     # a share in the file, percent here
-            measure, value = f"{measure} %", 100 * value
+        measure, unit, digits = table_format(row["measure"])
         if row["classes"]:
             title = f"{row['set']}, {row['classes']} classes: {measure}"
-        else:
+        else:     # of equivariance
             title = f"{measure} after block {row['block']}"
-        text = f"{value:.1f}" if "%" in measure else f"{value:.3f}"
+        text = f"{unit * row['value']:.{digits}f}"
         table.setdefault(title, {})[row.get("encoder", "trained")] = text
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
@@ -553,16 +560,16 @@ def print_table(rows: Sequence[dict]) -> None:
 
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
 def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
-    """Rows of 20-NN and, if wanted, of heads; and what is kept of the best linear head."""
+    """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
     train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     head = None
-    kept = {}
+    saved_head = {}
     if args.with_heads:
         head, lr = train_heads(encoder, sets, train, tests["val"], args, log)
         if not args.mlp:     # for paper/evaluations/robustness.py
-            kept = {
+            saved_head = {
                 "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(sets.classes), "lr": lr}
 
@@ -577,7 +584,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
         for among in choices:
             values = scores(head, train, test, among, encoder.dim)
             rows += make_rows(values, name, len(among), encoder.depth)
-    return rows, kept
+    return rows, saved_head
 
 
 def scores(head: nn.Sequential | None, train: Features, test: Features, among: Tensor,
@@ -600,9 +607,9 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class. If val has fewer, as
-    # many groups of 32 as it has, because `retrieval` looks among the tokens of 32 images.
-    n = len(val) if len(val) < 32 else min(512, len(val) // 32 * 32)
+    # Choice: 512 images, spread over val, as folders are sorted by class. If val has
+    # fewer, as many groups as it has, or the one that it has.
+    n = len(val) if len(val) < GROUP else min(512, len(val) // GROUP * GROUP)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
     pixels = pixels.to(encoder.cls_token.device) / 255
@@ -647,21 +654,21 @@ def evaluate(args: Namespace) -> list[dict]:
     rows = []
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
-        found = []
-        head = {}
+        own_rows = []
+        saved_head = {}
         if args.with_heads or args.knn:
-            found, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own_rows, saved_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
         if pairs:
-            found += equivariance_rows(encoder, sets.tests["val"], pairs)
+            own_rows += equivariance_rows(encoder, sets.tests["val"], pairs)
 
-        found = [row | {"encoder": name} for row in found]
-        rows += found
+        own_rows = [row | {"encoder": name} for row in own_rows]
+        rows += own_rows
         if rank == 0:
-            write(path, found, args, measured, images)
-            if head and name == "trained":
-                says = made_by(args, measured, images)
-                key = ser.checksum([json.dumps(says)])
-                ser.save(path.with_name(f"head-{key}.pt"), **head, **says)
+            write(path, own_rows, args, measured, images)
+            if saved_head and name == "trained":
+                origin = made_by(args, measured, images)
+                key = ser.checksum([json.dumps(origin)])
+                ser.save(path.with_name(f"head-{key}.pt"), **saved_head, **origin)
 
     if rank == 0:
         print_table(rows)

@@ -68,9 +68,9 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A
-    scaling is stored as the size that it ends with. The size that it begins with is
-    that of the map which is moved, so there is no scaling to undo in `relative`."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling
+    is kept as the size of its result, not as a factor, so `rho` brings a map of any
+    size there."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -134,7 +134,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Rounding depends on the order in memory, so the turned map is brought to the usual one.
+    # A map that is contiguous in memory is resized as any other. With the strides that a turn
+    # leaves, `interpolate` would round otherwise in the last bit.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -154,7 +155,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     # With scalings, g_i = S_i Q^ti M^mi, so with the t and m that were just found
     #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
     # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one
-    # resize, to the grid of view 2. Two would end there as well, and blur more.
+    # resize, to the grid of view 2. Two would end there as well, and blur more. So the grid
+    # of view 1 is not needed.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -838,7 +840,8 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the paper, both of these mark the end of f1. MoCo-v3 is --ratio 0 --cls-layer 0.
+    # In the main setting both are the end of f1. The paper's ablations move one of them alone.
+    # MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     add("--ratio", share, 0.01,
@@ -963,13 +966,13 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # The folders `data` and `out` may have moved. The next three change no result.
-    # Another device, and an edit of the code, may change one.
-    harmless = ("data", "out", "workers", "log_every", "save_every", "device", "code")
+    # Folders may have moved. The next three change no result. Another device changes its
+    # last digits, and an edit of the code may change all, so it is told below.
+    may_differ = ("data", "out", "workers", "log_every", "save_every", "device", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
-        if name not in harmless and saved.get(name) != settings.get(name)]
+        if name not in may_differ and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
@@ -1094,13 +1097,16 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def code_checksum() -> str:
-    """A checksum of the files of this repository that the program has loaded."""
+    """A checksum of the files of this repository that the program has loaded. It lets
+    logs, checkpoints and results tell that the code was edited."""
     root = Path(__file__).parent
-    loaded = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
-    # A virtual environment may be a folder of the repository.
-    own = [path for path in map(Path, sorted(loaded))
-           if path.is_relative_to(root) and "site-packages" not in path.parts]
-    return checksum([path.read_text() for path in own])
+    own = set()     # `python ser.py` may load this file twice, as a module, too
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "")
+        # A virtual environment may be a folder of the repository.
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            own.add(path)
+    return checksum([path.read_text() for path in sorted(own)])
 
 
 def read_image(path: str) -> Tensor:
@@ -1230,12 +1236,16 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(losses, (values / ranks).tolist()))
 
 
-def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log losses. Exits if they are not finite, or if a second run has
-    begun in the same folder."""
-    if os.path.getsize(log.name) != log.tell():     # both are 0 on other ranks than 0
+def check_alone(log: TextIO) -> None:
+    """Exit if a second run has begun in the same folder, and has changed the log. We wrote all
+    that is in it, so it should be as long as we are far. (On other ranks it is empty.)"""
+    if os.path.getsize(log.name) != log.tell():
         sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
 
+
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+    """Show and log losses, on rank 0. Exits if they are not finite."""
+    check_alone(log)
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}

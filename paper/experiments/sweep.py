@@ -198,8 +198,7 @@ def spread(found: dict, measure: str) -> str:
     """mean ± std over the seeds of `select`. The std of lost seeds is in their row."""
     if not found:
         return "-"
-    unit = 100 if "retrieval" in measure else 1     # a share in the file, percent here
-    digits = 3 if "cosine" in measure else 1
+    _, unit, digits = eval_linear.table_format(measure)
     values = [row["value"] for row in found.values()]
     std = stdev(values) if len(values) > 1 else found.get(None, {}).get("std")
     text = f"{unit * mean(values):.{digits}f}"
@@ -215,7 +214,7 @@ def table(rows: list[dict], baseline: str) -> str:
         lines[2].append(" ".join(sorted(seeds)))
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         base = select(rows, baseline, measure, block)
-        title = f"{measure} %" if "retrieval" in measure else measure
+        title, *_ = eval_linear.table_format(measure)
         line = [f"{title}, block {block}"]
         for run in runs:
             found = select(rows, run, measure, block)
