@@ -14,8 +14,8 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --equivariance     none      -                   no      after every block       minutes
     without --data     linear    whole images        yes     of turns, after f1      seconds
 
---equivariance can be added to the others. Where equivariance is measured, so is all
-else, of two encoders, the trained one and the one that its run began with.
+--equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured, so
+is all else, of two encoders, the trained one and the one that its run began with.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -50,6 +50,9 @@ from tqdm import tqdm
 
 import ser
 from ser import ViT, rho
+
+# Of the code as it is now, this file included.
+CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -525,7 +528,7 @@ def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpo
     results["checkpoints"][checkpoint.fingerprint] = training
 
     for row in rows:
-        new = made_by(args, checkpoint, images) | {"code": ser.code_checksum()} | row
+        new = made_by(args, checkpoint, images) | {"code": CODE_CHECKSUM} | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]
         results["rows"] = [*others, new]
 
@@ -608,7 +611,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
     # Choice: 512 images, spread over val, as folders are sorted by class. If val has
-    # fewer, as many groups as it has, or the one that it has.
+    # fewer, as many whole groups as it has, or all images if they make none.
     n = len(val) if len(val) < GROUP else min(512, len(val) // GROUP * GROUP)
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
@@ -667,7 +670,7 @@ def evaluate(args: Namespace) -> list[dict]:
             write(path, own_rows, args, measured, images)
             if saved_head and name == "trained":
                 origin = made_by(args, measured, images)
-                key = ser.checksum([json.dumps(origin)])
+                key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
                 ser.save(path.with_name(f"head-{key}.pt"), **saved_head, **origin)
 
     if rank == 0:

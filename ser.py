@@ -451,8 +451,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel ends at three times the largest sigma, which is 6 pixels in
-    # a view of 224, and a little later in images of b2 that were scaled up.
+    # Choice: the kernel ends at three times the largest sigma, rounded up. That is at 6
+    # pixels in a view of 224, and a little later in images of b2 that were scaled up.
     radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -840,7 +840,7 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the main setting both are the end of f1. The paper's ablations move one of them alone.
+    # In the main setting both are the end of f1. The paper's ablation of [CLS] moves one alone.
     # MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
@@ -966,9 +966,10 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # Folders may have moved. The next three change no result. Another device changes its
-    # last digits, and an edit of the code may change all, so it is told below.
-    may_differ = ("data", "out", "workers", "log_every", "save_every", "device", "code")
+    # Folders may have moved. The next three change no result, and two follow from settings
+    # that are compared. Another device or code may change a result; the code is told below.
+    may_differ = ("data", "out", "workers", "log_every", "save_every", "steps", "b2",
+                  "device", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -977,8 +978,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
     if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code than that of now; if it should not be, give a "
-              "new --out")
+        print(f"{path} was trained by other code, or from another script; if it should not be, "
+              "give a new --out")
 
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -1013,7 +1014,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     run = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
-        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code_checksum())
+        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=CODE_CHECKSUM)
     path = Path(args.out, "last.pt")
     start = resume(path, vars(run), model, optimizer) if path.exists() else 0
 
@@ -1054,7 +1055,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            # The encoder once more by itself, for those who want no more of a run.
             save(path, step=done, steps=steps, settings=vars(run), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
@@ -1079,7 +1079,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         root = Path(root, "train")
 
     images = []
-    for folder, folders, files in os.walk(root, onerror=sys.exit, followlinks=True):
+    for folder, folders, files in os.walk(root, followlinks=True):
         # os.walk enters the folders that stay in this list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [f"{folder}/{name}" for name in files
@@ -1096,17 +1096,12 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-def code_checksum() -> str:
-    """A checksum of the files of this repository that the program has loaded. It lets
-    logs, checkpoints and results tell that the code was edited."""
-    root = Path(__file__).parent
-    own = set()     # `python ser.py` may load this file twice, as a module, too
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "")
-        # A virtual environment may be a folder of the repository.
-        if path.is_relative_to(root) and "site-packages" not in path.parts:
-            own.add(path)
-    return checksum([path.read_text() for path in sorted(own)])
+# Of this file and of the script that runs, as they are now. It lets logs, checkpoints and results
+# tell that the code was edited.
+SCRIPT = getattr(sys.modules["__main__"], "__file__", None) or __file__
+CODE_CHECKSUM = checksum([
+    Path(path).read_text(errors="replace")
+    for path in sorted({__file__, SCRIPT}) if os.path.isfile(path)])
 
 
 def read_image(path: str) -> Tensor:
@@ -1237,9 +1232,9 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
 
 
 def check_alone(log: TextIO) -> None:
-    """Exit if a second run has begun in the same folder, and has changed the log. We wrote all
-    that is in it, so it should be as long as we are far. (On other ranks it is empty.)"""
-    if os.path.getsize(log.name) != log.tell():
+    """Exit if a second run has begun in the same folder, and so has changed the log, which
+    should end where this run has written last. (On other ranks it is empty.)"""
+    if os.fstat(log.fileno()).st_size != log.tell():
         sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
 
 

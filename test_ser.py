@@ -955,7 +955,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
     facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
-    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": ser.code_checksum()}
+    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": ser.CODE_CHECKSUM}
     assert wanted.items() <= first.items()
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
@@ -985,7 +985,7 @@ def test_a_moved_run_continues_on_images_of_the_same_names(
     run = shutil.copytree(whole_run, tmp_path / "run")
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     ser.train(args)
-    monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
+    monkeypatch.setattr(ser, "CODE_CHECKSUM", "edited")
     ser.train(args)
     told = capsys.readouterr().out
     assert told.count("at step 10 of 10") == 2 and told.count("by other code") == 1
@@ -996,15 +996,14 @@ def test_a_moved_run_continues_on_images_of_the_same_names(
     assert "names_checksum" in told and "images 43" not in told
 
 
-def test_the_code_is_what_is_loaded_from_the_folder_of_ser(tmp_path, monkeypatch):
-    monkeypatch.setattr(ser, "__file__", str(tmp_path / "ser.py"))
-    found = []
-    for name in ("ser.py", "paper/other.py", "venv/site-packages/theirs.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-        monkeypatch.setitem(sys.modules, name, ser.Namespace(__file__=str(tmp_path / name)))
-        found.append(ser.code_checksum())
-    assert found[0] != found[1] == found[2]
+def test_the_code_is_that_of_ser_and_of_the_script_that_runs(tmp_path):
+    seen = set()
+    for name, text in (("a", ""), ("b", ""), ("a", "#")):
+        script = tmp_path / f"{name}.py"
+        script.write_text(f"import ser\nprint(ser.CODE_CHECKSUM){text}")
+        line = [sys.executable, str(script)]
+        seen.add(subprocess.check_output(line, env=os.environ | {"PYTHONPATH": str(HERE)}))
+    assert len(seen) == 2
 
 
 def test_a_second_run_in_a_folder_ends_the_first(folder, tmp_path, monkeypatch):
@@ -1013,10 +1012,10 @@ def test_a_second_run_in_a_folder_ends_the_first(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_all_but_six_settings_are_compared_and_those_that_differ_are_listed(whole_run):
+def test_all_settings_but_nine_are_compared_and_those_that_differ_are_listed(whole_run):
     told = sentence(ser.resume, whole_run / "last.pt", dict(weight=0.25, extra=1), None, None)
     assert "weight 0.5 (now 0.25)" in told
-    free = {"data", "out", "workers", "log_every", "save_every", "device", "code"}
+    free = {"data", "out", "workers", "log_every", "save_every", "steps", "b2", "device", "code"}
     listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
@@ -1542,7 +1541,7 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        monkeypatch.setattr(ser, "code_checksum", lambda: f"version {value}")
+        monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, 7, {})
         eval_linear.write(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 

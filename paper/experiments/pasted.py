@@ -97,7 +97,7 @@ def train(args: Namespace) -> Model:
 
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
     run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1],
-                        "code": ser.code_checksum()}
+                        "code": ser.CODE_CHECKSUM}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 
     for epoch in range(start, args.epochs):
@@ -141,7 +141,7 @@ def evaluate(model: Model, args: Namespace) -> None:
 
     if ser.ranks_and_rank()[1] == 0:
         row["weights"] = eval_linear.fingerprint(ser.load_encoder(encoder))
-        row["code"] = ser.code_checksum()
+        row["code"] = ser.CODE_CHECKSUM
         eval_linear.results_path(args, "row.json").write_text(json.dumps(row))
         print(json.dumps(row))
 
