@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.datasets import DatasetFolder, ImageFolder
-from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -166,11 +165,6 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-def is_visible_image(path: str) -> bool:
-    """Whether ImageFolder takes a file. Macs leave files such as ._dog.jpg, which are no images."""
-    return is_image_file(path) and not os.path.basename(path).startswith(".")
-
-
 class ClassFolder(ImageFolder):
     """The images root/CLASS/... The label of a class is its place among `classes`, which are those
     of the training images, or among the sorted folders of root if none are given. If no folder has
@@ -179,7 +173,7 @@ class ClassFolder(ImageFolder):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
         self.known_classes = classes     # for `find_classes`, which the next line calls
-        super().__init__(root, transform, loader=ser.read_image, is_valid_file=is_visible_image)
+        super().__init__(root, transform, loader=ser.read_image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The folders and their labels. ImageFolder calls this."""

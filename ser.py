@@ -1037,8 +1037,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO. Without
-        # loader processes, the loader has left the seed of an image.
+        # Forward. The seed is for base methods that sample there, such as DINO.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
@@ -1074,9 +1073,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    root = Path(args.data)
-    if root.name != "train" and Path(root, "train").is_dir():     # CIFAR-100 has a class "train"
-        root = Path(root, "train")
+    root = Path(args.data, "train")
+    if not root.is_dir():
+        root = Path(args.data)
 
     images = []
     for folder, folders, files in os.walk(root, followlinks=True):
@@ -1231,16 +1230,8 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(losses, (values / ranks).tolist()))
 
 
-def check_alone(log: TextIO) -> None:
-    """Exit if a second run has begun in the same folder, and so has changed the log, which
-    should end where this run has written last. (On other ranks it is empty.)"""
-    if os.fstat(log.fileno()).st_size != log.tell():
-        sys.exit(f"{log.name}: another run writes there, too; give this one another --out")
-
-
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
     """Show and log losses, on rank 0. Exits if they are not finite."""
-    check_alone(log)
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
