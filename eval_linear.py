@@ -14,8 +14,9 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --equivariance     none      -                   no      after every block       minutes
     without --data     linear    whole images        yes     of turns, after f1      seconds
 
---equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured, so
-is all else, of two encoders, the trained one and the one that its run began with.
+--equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured, all
+measures, those of heads as well, are taken of two encoders, the trained one and the untrained
+one that its run began with.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -166,27 +167,25 @@ def eval_transform(size: int) -> v2.Transform:
 
 
 class ClassFolder(ImageFolder):
-    """The images root/CLASS/... The label of a class is its place among `classes`, which are those
-    of the training images, or among the sorted folders of root if none are given. If no folder has
-    the name of a class, as in ImageNet-V2, folders must be called by the labels 0, 1, ...."""
+    """The images root/CLASS/... The label of a class is its place in `classes`, those of the
+    training images or, if none are given, in the sorted list of the folders of root."""
     def __init__(self, root: str | Path, transform: Callable | None, classes: Sequence[str] = ()):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.known_classes = classes     # for `find_classes`, which the next line calls
-        super().__init__(root, transform, loader=ser.read_image)
+        self.classes_of_training = classes
+        super().__init__(root, transform, loader=ser.read_image)     # it calls `find_classes`
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """The folders and their labels. ImageFolder calls this."""
-        folders, label_of = super().find_classes(directory)
-        if self.known_classes:
-            label_of = {name: label for label, name in enumerate(self.known_classes)}
-            if label_of.keys().isdisjoint(folders):
-                label_of = {str(label): label for label in label_of.values()}
+        """The folders below `directory`, and their labels."""
+        folders, _ = super().find_classes(directory)
+        names = self.classes_of_training or folders
+        if set(names).isdisjoint(folders):     # ImageNet-V2 calls its folders 0, 1, ...
+            names = [str(label) for label in range(len(names))]
 
-        for name in folders:
-            if name not in label_of:
-                sys.exit(f"{self.root}: the training images have no class {name}")
-        return folders, {name: label_of[name] for name in folders}
+        for folder in folders:
+            if folder not in names:
+                sys.exit(f"{directory}: the training images have no class {folder}")
+        return folders, {folder: names.index(folder) for folder in folders}
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -251,8 +250,8 @@ def autocast(x: Tensor) -> torch.autocast:
 
 
 def feature_blocks(encoder: ViT) -> range:
-    """The blocks whose [CLS] heads read. Paper: 4.1, the last four. Choice: fewer, if
-    [CLS] enters among them, such as the very last one in the ViT of `python ser.py`."""
+    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four. Choice: those that
+    have a [CLS], if it enters later. In the ViT of `python ser.py` that is the last block alone."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
@@ -352,8 +351,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             schedule.step()
 
         with torch.no_grad():
-            # Among the classes that val has.
-            top1 = [accuracy(head(x_val), y_val, y_val.unique())[0] for head in heads]
+            val_classes = y_val.unique()     # val may lack some of them
+            top1 = [accuracy(head(x_val), y_val, val_classes)[0] for head in heads]
         line = {"weights": encoder_fingerprint, "settings": vars(args), "epoch": epoch + 1,
                 "val top-1 %": dict(zip(args.lr, top1))}
         if rank == 0:
@@ -395,17 +394,17 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # f1 is here any function that makes a map of an image, such as the first blocks. It is
 # equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)).
 # A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
-GROUP = 32     # images among whose tokens `retrieval` looks
+PART_SIZE = 32     # `retrieval` looks for a token among those of so many images
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). g
-    is sampled as that of two views in training, g2 g1^-1, so some images stay as they
-    are. Choice, unlike A.2, whose scalings have the factor of g2 g1^-1: they have that
-    of g2, as x was not scaled by g1."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
+    g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice: a
+    scaling takes x to the grid of g2, as in training. In A.2, g scales by the ratio of
+    two factors, as its view 1 was scaled, too. Here x was not."""
     total = 0.0
-    for part, x in enumerate(images.split(GROUP)):
+    for part, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
         g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
         g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
@@ -433,12 +432,12 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
-    for part, x in enumerate(images.split(GROUP)):
+    for part, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as the tokens of one that stays would all find
         # themselves. A scaling may happen to end with the size of before.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, part, 2))
         if element == "rot90":
-            g = g._replace(turns=1 + torch.arange(len(x)) % 3)
+            g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
         if element == "hflip":
             g = g._replace(flip=torch.ones_like(g.flip))
 
@@ -472,8 +471,8 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
-    """The token map after a block. Choice: that of the last block, A.2's "final
-    representation", is after the final LayerNorm."""
+    """The token map after a block. Choice, unlike in training: that of the last block, A.2's
+    "final representation", is after the final LayerNorm."""
     h = encoder(x, [block]).maps[block]
     if block == encoder.depth:
         h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
@@ -536,7 +535,8 @@ def table_format(measure: str) -> tuple[str, int, int]:
     are percent in the file, too, a retrieval is a share there, and a cosine is no percentage."""
     if "retrieval" in measure:
         return f"{measure} %", 100, 1
-    return measure, 1, 3 if "cosine" in measure else 1
+    digits = 3 if "cosine" in measure else 1
+    return measure, 1, digits
 
 
 def print_table(rows: Sequence[dict]) -> None:
@@ -605,12 +605,14 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
     # Choice: 512 images, spread over val, as folders are sorted by class. If val has
-    # fewer, as many whole groups as it has, or all images if they make none.
-    n = len(val) if len(val) < GROUP else min(512, len(val) // GROUP * GROUP)
+    # fewer, they are as many as make whole parts, or all if they make none.
+    n = min(512, len(val))
+    if n > PART_SIZE:
+        n -= n % PART_SIZE
     chosen = torch.linspace(0, len(val) - 1, n).long()
     pixels = torch.stack([val[index][0] for index in chosen.tolist()])
-    pixels = pixels.to(encoder.cls_token.device) / 255
-    images = ser.normalise(pixels)
+    images = pixels.to(encoder.cls_token.device) / 255
+    x = ser.normalise(images)
     patch = encoder.patch_size
 
     rows = []
@@ -618,10 +620,10 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
         f1 = partial(map_after, encoder, block)
         change = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
         values = {
-            f"{element} cosine": cosine(f1, images, patch, element),
-            f"{element} retrieval": retrieval(f1, images, patch, element),
-            # `change` normalises, so it takes pixels.
-            f"{element} retrieval with jitter": retrieval(f1, pixels, patch, element, change)}
+            f"{element} cosine": cosine(f1, x, patch, element),
+            f"{element} retrieval": retrieval(f1, x, patch, element),
+            f"{element} retrieval with jitter":     # `change` normalises after its jitter
+                retrieval(f1, images, patch, element, change)}
         rows += make_rows(values, "val", None, block)
     return rows
 

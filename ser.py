@@ -4,10 +4,10 @@ SER keeps the loss of a self-supervised method, which acts on the final embeddin
 second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, which on 8 GPUs is
-                   24 of 2,048 images. Views of b1 are made by crops, flips and photometric
-                   jitter (T), views of b2 by motions from a group G, which can be undone, and
-                   the same jitter (T_eq)
+    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, about 20 of 2,048
+                   images. Views of b1 are made by crops, flips and photometric jitter (T),
+                   views of b2 by motions from a group G, which can be undone, and the same
+                   jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
                    images: one mean over b1 and b2, where Eq. 3 has one for each part
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
@@ -22,8 +22,9 @@ Usage:
 Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends
 section 2. Numbers such as (3.1) are sections of the paper. `Choice:` marks what it
 leaves open, `Choice, unlike` where we depart from it, and `Paper:` what it prescribes
-where that may surprise. MoCo-v3's settings, which 4.1 keeps, are those of its code
-and of the ViT-S commands in its CONFIG.md, except where a comment says otherwise.
+where that may surprise. 4.1 names batch, epochs and warmup, and keeps MoCo-v3's other
+settings. They are those of its code and of the ViT-S commands in its CONFIG.md, except
+where a comment says otherwise.
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
 
 Axes:
@@ -72,7 +73,7 @@ class Geometry(NamedTuple):
     is kept as the size of its result, not as a factor, so `rho` brings a map of any
     size there."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns; 4 are none
 
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -114,7 +115,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     # precision. So half precision becomes float32 here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
-    # Choice: PyTorch's bilinear resize, unlike MoCo-v3 (4.1), which resizes by Pillow.
+    # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -134,8 +135,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # A map that is contiguous in memory is resized as any other. With the strides that a turn
-    # leaves, `interpolate` would round otherwise in the last bit.
+    # In the last bit, `interpolate` rounds by the strides of a map, and a turn exchanges them.
+    # Contiguous memory undoes that, so a turned map is resized as if it had come turned.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
@@ -181,6 +182,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
 # image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
+# `args` are the flags of section 7, under their names there.
 def seed_of(*names: Any) -> int:
     """A seed from names and numbers, the same in all processes, unlike `hash`."""
     return random.Random(repr(names)).getrandbits(63)
@@ -227,20 +229,26 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's, where P_ is the probability of an operation. The loader crops and flips,
-# and samples the numbers of the photometric jitter, from P_COLOUR on. `make_views` jitters
-# on the device, as CPU cores would take longer for it than for reading and cropping.
+# T is MoCo-v3's. In the order in which they act, the operations are
 #
-#                            T has                                   T_eq has
-ASPECT = (3 / 4, 4 / 3)    # a random crop, area --crop-min to 1     the whole, as a square
-P_FLIP = 0.5               # a horizontal flip                       flip, turns, scaling by rho_g
-P_COLOUR = 0.8             # a colour jitter, in these ranges        the same
+#                 T, for b1                            T_eq, for b2
+#     loader      a random crop, a horizontal flip     the whole image, as a square
+#     make_views  -                                    flip, turns and scaling, by rho_g
+#     make_views  colour jitter, grayscale, blur,      the same
+#                 solarization
+#
+# The loader also samples the numbers of the photometric jitter, which is the last line.
+# `make_views` does the work on the device, as CPU cores would take longer for it than for
+# reading and cropping. P_ is the probability of an operation.
+ASPECT = (3 / 4, 4 / 3)        # of a crop; its area is --crop-min to 1 of the image
+P_FLIP = 0.5
+P_COLOUR = 0.8
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
-P_GRAY = 0.2               # grayscale                               the same
-P_BLUR = (1.0, 0.1)        # blur, in view 1 and in view 2           the same
-SIGMA = (0.1, 2.0)         #     by so many pixels of 224
-P_SOLARIZE = (0.0, 0.2)    # solarization, in view 1 and in view 2   the same
-SOLARIZE_FROM = 128 / 255  #     of values in [0, 1]
+P_GRAY = 0.2
+P_BLUR = (1.0, 0.1)            # in view 1 and in view 2
+SIGMA = (0.1, 2.0)             # of the blur, in pixels of a view of 224
+P_SOLARIZE = (0.0, 0.2)        # in view 1 and in view 2
+SOLARIZE_FROM = 128 / 255      # the values that solarization inverts, in [0, 1]
 
 
 class ViewSettings(NamedTuple):
@@ -332,7 +340,7 @@ class Dataset(torch.utils.data.Dataset):
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
-    """The data set of a run, with the two views of T."""
+    """The data set of a run, with the settings of view 1 and of view 2."""
     view1 = ViewSettings(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
     view2 = view1._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
     return Dataset(source, [view1, view2], args.seed)
@@ -369,7 +377,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
         if B2 > 0:
             shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
-            g = sample_rank_geometry(B2, grid, args.group, shared)
+            g = sample_rank_geometry(B2, grid, tuple(args.group), shared)
             # Choice: the motion comes before the photometric jitter.
             moved = rho(g, images[B1:], args.patch_size)
             aug_b2 = Augmentation(*[field[B1:] for field in aug])
@@ -415,9 +423,9 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
 
     x = torch.where(column(aug.gray) > 0, rgb_to_grayscale(x), x)
 
-    rows = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(rows) > 0:
-        x[rows] = gaussian_blur(x[rows], column(aug.blur)[rows])
+    chosen = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    if len(chosen) > 0:
+        x[chosen] = gaussian_blur(x[chosen], column(aug.blur)[chosen])
 
     inverted = (column(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
@@ -503,7 +511,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, if it has entered
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for eval_linear.py
 
 
 class ViT(nn.Module):
@@ -526,7 +534,7 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
         # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices, and a patch
-        # embedding that stays random (--stop-grad-conv1 in all its commands for ViTs).
+        # embedding that stays random (--stop-grad-conv1 in all its commands that pretrain ViTs).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -592,8 +600,8 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient, which it has not by itself. The one that
-    PyTorch has in torch.distributed.nn is undocumented."""
+    """`dist.all_gather` with a gradient. PyTorch's own, in torch.distributed.nn, is
+    undocumented."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -624,9 +632,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine over the temperature. Negatives are the tokens, of both views, of the
-    *other* images of b2 alone (3.3). Algorithm 1 has "other images/tokens", and A.4 "other
-    images and spatial locations", which may mean other tokens of the same image, too.
+    where s is the cosine over the temperature. Choice: negatives are the tokens, of both
+    views, of *other* images alone, as 3.3 has it. Algorithm 1 has "other images/tokens", and
+    A.4 "other images and spatial locations", which may mean tokens of the same image, too.
 
     z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2).
     Anchors are those of this rank, and keys those of all ranks, so the mean over
@@ -645,12 +653,13 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
-        logits = torch.einsum("ijk,mpk->ijmp", z / temperature, keys)      # (B, N, R B, 2N)
+        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # An anchor's own image is left out. The keys of this rank's images begin at rank * B.
+        # Image i of this rank is number rank * B + i among the keys. An anchor's own image is
+        # left out, so for each i these are N x 2N logits.
         _, rank = ranks_and_rank()
-        image = torch.arange(len(z), device=z.device)
-        logits[image, :, rank * len(z) + image] = -torch.inf
+        i = torch.arange(len(z), device=z.device)
+        logits[i, :, rank * len(z) + i] = -torch.inf
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
@@ -798,13 +807,6 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Without --data, images are synthetic, and these are the defaults. The ViT has four blocks, of
-# which f1 is three.
-SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
-             crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
-             moco_hidden=512, workers=0)
-
-
 def number(name: str, kind: Callable, low: float, high: float) -> Callable:
     """A type of flags: a text -> a number from low to high, so neither nan nor inf.
     Argparse tells its name, as in "--ratio: invalid share value: '2'"."""
@@ -840,14 +842,14 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the main setting both are the end of f1. The paper's ablation of [CLS] moves one alone.
-    # MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # In the main setting, the next two flags both name the last block of f1. The paper's ablation
+    # of [CLS] moves one alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     add("--ratio", share, 0.01,
         "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
-    add("--temperature", positive, 0.3, "tau (with DINO: 0.5)")
+    add("--temperature", positive, 0.3, "tau (paper, with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
     add("--moco-hidden", count, 4096, "width of MoCo-v3's hidden layers")
     add("--crop-min", share, 0.08, "least share of the image in a crop")
@@ -857,9 +859,9 @@ def arguments() -> ArgumentParser:
         "epochs of linear warmup; if the run is not longer than that, a tenth of it")
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
-    add("--weight-decay", nonnegative, 0.1, "on all weights (MoCo-v3)")
+    add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
     add("--seed", int, 0, "seed of the run")
-    # Choice: bfloat16, which needs no scaling of the loss. The release has fp16.
+    # Choice, unlike MoCo-v3 (4.1), which has fp16: bfloat16, which needs no scaled loss.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
@@ -867,6 +869,13 @@ def arguments() -> ArgumentParser:
     add("--log-every", count, 20, "steps between lines of the log")
     add("--save-every", int, 0, "steps between checkpoints; 0: an epoch")
     return parser
+
+
+# Without --data, images are synthetic, and these replace the defaults above. The ViT has four
+# blocks, of which f1 is three.
+SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
+             crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
+             moco_hidden=512, workers=0)
 
 
 def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None,
@@ -966,10 +975,11 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load a checkpoint; return its step. Exits if its run has other settings."""
     state = load_checkpoint(path)
     saved = state["settings"]
-    # Folders may have moved. The next three change no result, and two follow from settings
-    # that are compared. Another device or code may change a result; the code is told below.
-    may_differ = ("data", "out", "workers", "log_every", "save_every", "steps", "b2",
-                  "device", "code")
+    may_differ = (
+        "data", "out",                           # folders may have moved
+        "workers", "log_every", "save_every",    # no result depends on these
+        "steps", "b2",                           # they follow from settings that are compared
+        "device", "code")                        # they may change results; the code is reported
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1018,7 +1028,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, vars(run), model, optimizer) if path.exists() else 0
 
-    # Loader, whose batches are those of the whole run, and log.
+    # A loader of the batches of all steps that are left, over all epochs, and the log.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1037,7 +1047,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and args.ratio > 0:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, such as DINO.
+        # Forward. The seed is for base methods that sample there, as in paper/methods/dino.py.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
@@ -1095,8 +1105,8 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-# Of this file and of the script that runs, as they are now. It lets logs, checkpoints and results
-# tell that the code was edited.
+# A checksum of this file and of the script that runs, taken at the start. Logs, checkpoints and
+# results hold it, so they tell whether they were made by the same code.
 SCRIPT = getattr(sys.modules["__main__"], "__file__", None) or __file__
 CODE_CHECKSUM = checksum([
     Path(path).read_text(errors="replace")
@@ -1128,9 +1138,9 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     y = axis[:, None] + top - 0.5
 
     angle = 2 * math.pi * direction
-    wave = 7 + 7 * scale
-    u = wave * (x * angle.cos() + y * angle.sin())
-    v = wave * (y * angle.cos() - x * angle.sin())
+    frequency = 7 + 7 * scale
+    u = frequency * (x * angle.cos() + y * angle.sin())
+    v = frequency * (y * angle.cos() - x * angle.sin())
 
     textures = torch.stack([                      # (6, n, size, size)
         u.sin(),                                  # stripes
