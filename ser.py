@@ -35,6 +35,7 @@ Axes:
     D K      width of the encoder, width of a projection
 """
 import copy
+import glob
 import json
 import math
 import os
@@ -1087,16 +1088,11 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not root.is_dir():
         root = Path(args.data)
 
-    images = []
-    for folder, folders, files in os.walk(root, followlinks=True):
-        # os.walk enters the folders that stay in this list.
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        images += [f"{folder}/{name}" for name in files
-                   if name.lower().endswith(ENDINGS) and not name.startswith(".")]
+    # This follows links, and leaves out hidden files and folders.
+    found = glob.iglob(f"{glob.escape(str(root))}/**/*", recursive=True)
+    images = sorted(path for path in found if path.lower().endswith(ENDINGS))
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(ENDINGS)}) below {root}")
-
-    images.sort()
     return images, checksum([path.removeprefix(f"{root}/") for path in images])
 
 
