@@ -163,13 +163,10 @@ def numbers(cell):
 
 # Tables with a line for each run: how they call a run -> its name in the file.
 RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
-        "untrained": "untrained", "MoCo-v3": "MoCo-v3", "control, λ = 0": "control",
-        "MoCo-v3 on [rotated crops](paper/methods/turned.py)": "turned",
+        "MoCo-v3": "MoCo-v3", "control, λ = 0": "control",
         "MoCo-v3 on rotated crops": "turned",
         "SER, λ = 0.1": "SER-0.1", "SER, λ = 0.5": "SER",
         "both, λ = 0.5": "turned-SER"}
-OF_RUNS = ("retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; linear; "
-           "linear, rotated images")
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
@@ -186,12 +183,11 @@ OF_RUNS = ("retrieval with jitter, rot90, block 2; retrieval with jitter, rot90,
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
-    ("README.md", "| 10 epochs,", OF_RUNS, "--epochs 10"),
-    ("README.md", "| 100 epochs,", OF_RUNS, "--epochs 100"),
+    ("README.md", "| 100 epochs,",
+     "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; linear; "
+     "linear, rotated images", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
-    ("README.md", "| ViT-S/16, 60", "retrieval with jitter, rot90, block 3; "
-     "retrieval with jitter, rot90, block 12; linear; linear, rotated images", VIT_S),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())

@@ -130,7 +130,6 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
 
 
 @pytest.mark.parametrize("readme, header, measures", [
-    ("README.md", "| loss added", "rot90 retrieval; linear top-1 %; turned, linear top-1 %"),
     ("paper/README.md", "| pasted",
      "linear top-1 %; 20-NN top-1 %; turned, linear top-1 %; rot90 retrieval"),
     ("paper/README.md", "| turns and flips |", "rotation %; flip %")])
