@@ -94,10 +94,8 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
 
     # Heads are trained if --mlp, --cache or no flag is given.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
-    if synthetic:
-        if args.val or args.test:
-            sys.exit("--val and --test need --data, whose classes they have")
-        args.cache = True
+    if synthetic and (args.val or args.test):
+        sys.exit("--val and --test need --data, whose classes they have")
     return args
 
 
@@ -179,7 +177,8 @@ class ClassFolder(ImageFolder):
         """The folders below `directory`, and their labels."""
         folders, _ = super().find_classes(directory)
         names = self.classes_of_training or folders
-        if set(names).isdisjoint(folders):     # ImageNet-V2 calls its folders 0, 1, ...
+        if set(names).isdisjoint(folders):
+            # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
             names = [str(label) for label in range(len(names))]
 
         for folder in folders:
@@ -206,7 +205,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows called "train" or "crops" would look like those of the training images.
+        # Rows called "train", or "crops" of paper/evaluations/bench3die.py, are of training images.
         taken = ["train", "crops", *tests]
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
@@ -331,7 +330,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
     _, rank = ser.ranks_and_rank()
     encoder_fingerprint = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        if args.cache:
+        if args.cache or sets.train_random is None:
             x_train, y_train = centre
         else:
             # Each rank encodes a part of the crops, gets those of the others, and
@@ -391,18 +390,18 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# f1 is here any function that makes a map of an image, such as the first blocks. It is
-# equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image, f1(rho_g(x)).
-# A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
+# Here f1 is any function that makes a map of an image, such as the first so many blocks, or all
+# of them. It is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
+# f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
 PART_SIZE = 32     # `retrieval` looks for a token among those of so many images
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
-    g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice: a
-    scaling takes x to the grid of g2, as in training. In A.2, g scales by the ratio of
-    two factors, as its view 1 was scaled, too. Here x was not."""
+    g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
+    A.2, where a scaling of g has the ratio of the factors of g2 and g1: it takes x to the
+    grid of g2, as x was not scaled by g1."""
     total = 0.0
     for part, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -446,7 +445,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         if len(z) != len(z_prime):
             raise ValueError(f"the maps of f1 do not have the patch size {patch}")
 
-        with torch.autocast(z.device.type, enabled=False):     # in bf16 many tokens would tie
+        # If the caller has bf16 switched on, it is off here, as many tokens would tie in it.
+        with torch.autocast(z.device.type, enabled=False):
             nearest = (z @ z_prime.T).argmax(1)                # among all images of the part
         right = nearest.cpu() == torch.arange(len(z))
         total += len(x) * right.float().mean().item()

@@ -4,10 +4,10 @@ SER keeps the loss of a self-supervised method, which acts on the final embeddin
 second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, about 20 of 2,048
-                   images. Views of b1 are made by crops, flips and photometric jitter (T),
-                   views of b2 by motions from a group G, which can be undone, and the same
-                   jitter (T_eq)
+    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, which is 20 of 2,048
+                   images, or 24 where each of 8 GPUs rounds its share. Views of b1 are made by
+                   crops, flips and photometric jitter (T), views of b2 by motions from a group
+                   G, which can be undone, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
                    images: one mean over b1 and b2, where Eq. 3 has one for each part
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
@@ -83,7 +83,7 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    Everything is always sampled, so that `elements` do not change what is sampled later."""
+    Everything is always sampled, so that a kind of motion does not depend on the others."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -96,7 +96,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     # rounded. W / H has the release's range.
     area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
-    height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, whole tokens
+    height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
     width = round(grid * math.sqrt(area * aspect))
 
     if "hflip" not in elements:
@@ -121,26 +121,29 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     return resized.to(x.dtype)
 
 
+def per_image(values: Tensor, x: Tensor) -> Tensor:
+    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x, without waiting for it."""
+    return values.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
+
+
 def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     """The action rho_g (3.1): (B, C, h, w) -> (B, C, H * cell, W * cell), where
     (H, W) is g.grid. cell = 1 moves token maps, and cell = patch_size moves pixels."""
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    def column(flags: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), on the device of x
-        return flags.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
-
     # Flips and half turns keep the shape, so the flags can choose right away.
-    x = torch.where(column(g.flip), x.flip(-1), x)
-    x = torch.where(column(g.turns % 4 >= 2), x.flip((-2, -1)), x)
+    x = torch.where(per_image(g.flip, x), x.flip(-1), x)
+    x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # In the last bit, `interpolate` rounds by the strides of a map, and a turn exchanges them.
-    # Contiguous memory undoes that, so a turned map is resized as if it had come turned.
+    # Strides, which a turn exchanges, change the last bit of `interpolate`. In contiguous
+    # memory, a turned map is resized as if it had come turned.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    return torch.where(column(g.turns % 2 == 1), resize(turned, size), resize(x, size))
+    odd = per_image(g.turns % 2 == 1, x)
+    return torch.where(odd, resize(turned, size), resize(x, size))
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
@@ -172,7 +175,7 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
     """Sample the motions of this rank's `batch` images. All ranks must scale alike, as
-    they gather maps of one size. So each of them samples the motions of all ranks, with
+    they gather tokens, equally many. So each of them samples the motions of all ranks, with
     the generator `shared`, which is seeded alike everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
@@ -230,26 +233,17 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# T is MoCo-v3's. In the order in which they act, the operations are
+# The operations of T are MoCo-v3's:
 #
 #                 T, for b1                            T_eq, for b2
 #     loader      a random crop, a horizontal flip     the whole image, as a square
-#     make_views  -                                    flip, turns and scaling, by rho_g
-#     make_views  colour jitter, grayscale, blur,      the same
-#                 solarization
+#     make_views                                       flip, turns and scaling, by rho_g
+#     make_views  photometric jitter, see the end      the same
 #
-# The loader also samples the numbers of the photometric jitter, which is the last line.
-# `make_views` does the work on the device, as CPU cores would take longer for it than for
-# reading and cropping. P_ is the probability of an operation.
-ASPECT = (3 / 4, 4 / 3)        # of a crop; its area is --crop-min to 1 of the image
-P_FLIP = 0.5
-P_COLOUR = 0.8
-BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
-P_GRAY = 0.2
-P_BLUR = (1.0, 0.1)            # in view 1 and in view 2
-SIGMA = (0.1, 2.0)             # of the blur, in pixels of a view of 224
-P_SOLARIZE = (0.0, 0.2)        # in view 1 and in view 2
-SOLARIZE_FROM = 128 / 255      # the values that solarization inverts, in [0, 1]
+# The loader samples all random numbers of T. The jitter is done on the device, as CPU cores
+# would take longer for it than for reading and cropping.
+ASPECT = (3 / 4, 4 / 3)     # of a crop; its area is --crop-min to 1 of the image
+P_FLIP = 0.5                # the probability of a flip
 
 
 class ViewSettings(NamedTuple):
@@ -298,18 +292,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    if random.random() < P_COLOUR:
-        aug = aug._replace(
-            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
-            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
-            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
-            hue=random.uniform(-HUE, HUE))
-    if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
-        aug = aug._replace(blur=random.uniform(*SIGMA) * settings.size / 224)
-    gray = random.random() < P_GRAY
-    solarize = random.random() < settings.p_solarize
-    return pixels, aug._replace(gray=gray, solarize=solarize)
+    return pixels, sample_jitter(aug, settings)
 
 
 @dataclass
@@ -388,9 +371,33 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# The photometric jitter. If you read for the method, go on with section 3.
+# The photometric jitter, with MoCo-v3's probabilities P_ and ranges, in this order: colours,
+# grayscale, blur, solarization. If you read for the method, go on with section 3.
+P_COLOUR = 0.8
+BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
+P_GRAY = 0.2
+P_BLUR = (1.0, 0.1)          # in view 1 and in view 2
+SIGMA = (0.1, 2.0)           # of the blur, in pixels of a view of 224
+P_SOLARIZE = (0.0, 0.2)      # in view 1 and in view 2
+THRESHOLD = 128 / 255        # solarization inverts values from here on, in [0, 1]
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
+    """Add the jitter of a view to what was sampled for it."""
+    if random.random() < P_COLOUR:
+        aug = aug._replace(
+            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
+            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
+            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
+            hue=random.uniform(-HUE, HUE))
+    if random.random() < settings.p_blur:
+        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
+        aug = aug._replace(blur=random.uniform(*SIGMA) * settings.size / 224)
+    gray = random.random() < P_GRAY
+    solarize = random.random() < settings.p_solarize
+    return aug._replace(gray=gray, solarize=solarize)
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -402,9 +409,8 @@ def normalise(x: Tensor) -> Tensor:
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    # (B,) -> (B, 1, 1, 1) on the device of the images, where flags become 0 and 1.
-    def column(field: Tensor) -> Tensor:
-        return field.view(-1, 1, 1, 1).to(x, non_blocking=True)
+    def column(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), where flags become 0 and 1
+        return per_image(field, x).to(x.dtype)
 
     # These are the operations of torchvision's colour jitter, with a factor of its
     # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
@@ -419,16 +425,16 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
             x = mean.lerp(x, column(aug.contrast)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
             x = rgb_to_grayscale(x).lerp(x, column(aug.saturation)).clamp(0, 1)
-        else:
+        elif operation == "hue":
             x = shift_hue(x, column(aug.hue))
 
     x = torch.where(column(aug.gray) > 0, rgb_to_grayscale(x), x)
 
-    chosen = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(chosen) > 0:
-        x[chosen] = gaussian_blur(x[chosen], column(aug.blur)[chosen])
+    blurred = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
+    if len(blurred) > 0:
+        x[blurred] = gaussian_blur(x[blurred], column(aug.blur)[blurred])
 
-    inverted = (column(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
+    inverted = (column(aug.solarize) > 0) & (x >= THRESHOLD)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
 
@@ -586,8 +592,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1,
-# projects the tokens of both views and calls `patch_ntxent`.
+# `SER`, in section 6, calls `layer_loss` for each layer. It moves the map of view 1, projects
+# the tokens of both views, and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
@@ -1103,10 +1109,9 @@ def checksum(texts: Sequence[str]) -> str:
 
 # A checksum of this file and of the script that runs, taken at the start. Logs, checkpoints and
 # results hold it, so they tell whether they were made by the same code.
-SCRIPT = getattr(sys.modules["__main__"], "__file__", None) or __file__
-CODE_CHECKSUM = checksum([
-    Path(path).read_text(errors="replace")
-    for path in sorted({__file__, SCRIPT}) if os.path.isfile(path)])
+SCRIPT = getattr(sys.modules["__main__"], "__file__", None)     # a notebook has none
+SOURCES = [path for path in (__file__, SCRIPT) if path and os.path.isfile(path)]
+CODE_CHECKSUM = checksum([Path(path).read_text(errors="replace") for path in SOURCES])
 
 
 def read_image(path: str) -> Tensor:
@@ -1231,7 +1236,7 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     if ranks > 1:
         dist.all_reduce(values)
         # In torch 2.6, a rank may hang at its end if a thread of gloo is the last
-        # to hold a tensor that was reduced. So the last one is kept.
+        # to hold a tensor that was reduced. So the last one is kept, though nobody reads it.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
