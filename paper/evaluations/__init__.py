@@ -12,6 +12,10 @@ import ser
 from eval_linear import Checkpoint
 
 
+# The encoders of README's picture.
+ENCODERS = {"control": "control", "rotated crops": "turned", "SER": "SER", "both": "turned-SER"}
+
+
 def arguments(data: str = "", several: bool = False) -> ArgumentParser:
     """The flags of the evaluations. data: the help of --data, "" for none; several: checkpoints."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
@@ -19,7 +23,7 @@ def arguments(data: str = "", several: bool = False) -> ArgumentParser:
     if data:
         add("--data", required=True, help=data)
     if several:
-        add("--checkpoint", nargs="+", required=True, help="last.pt of one or more runs")
+        add("--checkpoint", nargs="+", help="last.pt of one or more runs; none: paper/encoders")
         add("--label", nargs="+", help="their names; none: their paths")
     else:
         add("--checkpoint", required=True, help="last.pt of a run of any method")
@@ -38,10 +42,14 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 
 def load_several(args: Namespace) -> list[Checkpoint]:
-    """The checkpoints of a comparison. Results go beside the first, labels are their paths, if
-    the command line does not say otherwise."""
+    """The checkpoints of a comparison, by default those of `ENCODERS`. Results go beside the
+    first, and labels are their paths, if the command line does not say otherwise."""
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):     # train/CLASS/
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
+    if not args.checkpoint:
+        folder = Path(__file__).parents[1] / "encoders"
+        args.checkpoint = [str(folder / f"{name}.pt") for name in ENCODERS.values()]
+        args.label = args.label or list(ENCODERS)
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]

@@ -184,7 +184,8 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("README.md", "| 100 epochs,",
-     "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; linear; "
+     "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; "
+     "retrieval with jitter, hflip, block 2; retrieval with jitter, scale, block 2; linear; "
      "linear, rotated images", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
@@ -199,6 +200,18 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             shown = numbers(cell)
             kept = 4 if "(" in cell else 2 if "±" in cell else 1     # mean, std, both of the gain
             assert shown == pytest.approx(numbers(printed[line][run])[:kept]), (title, column)
+
+
+@pytest.mark.parametrize("place, header, ser, control, lines", [
+    (0, "| 10 epochs |", -1, -3, [3, 0, 2]), (1, "| ViT-S/16, 60", -1, -2, [5, 0, 2]),
+    (2, "| pasted", -1, 0, [3, 0, 2]), (3, "| CamVid, 100", -1, -3, [0, 1])])
+def test_readmes_other_trainings_are_those_of_paper(place, header, ser, control, lines):
+    table = list(readme_table("paper/README.md", header).values())
+    if "pasted" in header:     # where runs are lines
+        table = list(zip(*table))
+    wanted = [numbers(table[line][column])[0] for line in lines for column in (ser, control)]
+    cells = list(readme_table("README.md", "| SER / its control").values())[place]
+    assert sum(map(numbers, cells), []) == wanted
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
