@@ -20,6 +20,10 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     wanted[2, 2] = wanted[3, 0] = False
     assert found(colours, torch.stack([still, moved]), 1).equal(wanted)
 
+    photo = torch.zeros(3, 8, 8)
+    photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left
+    assert copies(photo, 0)[1].mean(0).argmax() == 0
+
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
     figures = []
@@ -58,8 +62,11 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     exif[0x0112] = 6
     Image.open(f"{val}/n01/001.png").rotate(90).save(phone, exif=exif)
     call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
-    assert len(set(paths)) == 2     # no picture replaces another
-    (three, _), (one, said) = figures
+    toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
+    call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
+    assert len(set(paths)) == 3     # no picture replaces another, nor one of older weights
+    assert {path.parent for path in paths} == {tmp_path / "moco"}
+    (three, _), (one, said), _ = figures
     assert len(one.axes) == 4
     photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
     assert (photo == of_class).all()

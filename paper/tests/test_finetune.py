@@ -107,6 +107,8 @@ def test_the_score_is_that_of_the_head_on_val(done):
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
     found = values(whole / "finetune.json")
     assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
+    text = (whole / "finetune.json").read_text()
+    assert text.count("train: 18 images") == 2     # in both rows
 
 
 def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, capsys, monkeypatch):
@@ -148,7 +150,8 @@ def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
     for size in (8, 12):
         told = sentence(training_settings, "any", ser.Namespace(batch_size=size), *given)
         assert "3 ranks" in told and "9 images" in told
-    own = training_settings("any", ser.Namespace(batch_size=9, seed=4, out="O"), *given)
+    own = training_settings("any", ser.Namespace(
+        batch_size=9, seed=4, out="O", data="D", workers=1, save_every=2), *given)
     assert own == dict(any_batch_size=9, any_seed=4, any_checkpoint="weights", any_ranks=3,
                        any_images=9, any_checksum_of_names=ser.checksum("123456789"),
                        code=ser.CODE_CHECKSUM)

@@ -41,7 +41,9 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
 
 def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
-    args = overhead.settings(f"--rows loader --data {tmp_path} --rounds 1".split())
+    words = f"--rows loader --data {tmp_path} --rounds 1".split()
+    pytest.raises(SystemExit, overhead.settings, [*words, "--bf16"])     # of steps alone
+    args = overhead.settings(words)
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
           patch.object(ser, "sample_view", wraps=ser.sample_view) as ours):

@@ -11,7 +11,7 @@ import eval_linear
 import ser
 from paper.experiments import pasted
 from paper.tests.toys import CLASSES, class_folders, readme_table
-from test_ser import close, noise, pixels, run_ranks, same, seeded, sentence, slow_info_nce
+from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
 def train(root, weight, *flags, batch=6):
@@ -127,6 +127,20 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     expected = plain.forward_intermediates(images, indices=[1], intermediates_only=True)
     torch.testing.assert_close(model.f1(images), expected[0])
     assert model.f1(images[..., :40]).shape == (2, 128, 8, 5)
+
+
+def test_the_copied_loss_trains_a_vit_of_timm():
+    loader = [("views", torch.rand(4, 3, 224, 224, generator=seeded()))]
+    names = paste("import timm", loader=loader, your_loss=lambda vit, views: 0.0)
+    changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
+    assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
+
+    modules = torch.nn.ModuleList([names["vit"], names["project"]])
+    gradients = [p.grad for p in modules.parameters() if p.grad is not None]
+    assert len(gradients) > 30     # three blocks of twelve tensors, and more
+    assert all(gradient.ne(0).any() for gradient in gradients)
+
+    assert paste("def f2", **names)["embedding"].shape == (4, 384)
 
 
 @pytest.mark.parametrize("readme, header, measures", [

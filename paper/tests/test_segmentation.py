@@ -3,13 +3,15 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
 
 import eval_linear
 import ser
 from paper.evaluations import segmentation
 from paper.evaluations.segmentation import CLASSES, score, shares, tokens, train_head
 from paper.tests.toys import call, toy_checkpoint, values
-from test_ser import close, noise, pixels, seeded, write_image
+from test_ser import close, noise, pixels, same, seeded, write_image
 
 
 def street(root, n, seed):
@@ -61,8 +63,10 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
 
 def test_labels_are_those_of_a_pixel_no_colours_and_at_most_eleven(tmp_path):
     names = street(tmp_path / "train", 3, 1)
-    _, labels, _ = segmentation.load(tmp_path / "train", (4, 6))
+    images, labels, _ = segmentation.load(tmp_path / "train", (4, 6))
     assert labels.equal(names)     # resized, and no mixtures
+    image = ser.read_image(str(tmp_path / "train/1.png"))
+    assert images[1].equal(resize(image, (4, 6), InterpolationMode.BICUBIC))
 
     for wrong in (torch.full((1, 8, 8), 12), torch.full((3, 8, 8), 1)):
         write_image(tmp_path / "trainannot" / "0.png", wrong.byte())
@@ -88,7 +92,9 @@ def test_a_head_learns_the_share_of_each_class_in_a_patch():
 
     y[0, 0, 1, 7] = 1 / 16
     x = 100 + 50 * torch.tensor([[1.0], [-1.0]])
-    head = train_head(x, y[0, 0], 0)
+    head, same_head, other = [train_head(x, y[0, 0], seed) for seed in (0, 0, 1)]
+    assert same(head.state_dict(), same_head.state_dict())
+    assert not same(head.state_dict(), other.state_dict())
     p = head(x).softmax(1)
     assert not head.training     # it would normalise each image by its own statistics
     assert (p[0, 2] / p[0, 5]).item() == pytest.approx(12, rel=0.1) and p[1].argmax() == 7

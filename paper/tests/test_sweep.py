@@ -1,6 +1,7 @@
 import importlib
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -100,6 +101,11 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     (imagenette, "--equiv 2", "--equiv: the run layer-4")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
+
+
+def test_table_4_is_of_the_blocks_3_and_12(monkeypatch):
+    monkeypatch.setattr(sweep, "measure", lambda args, flags, blocks: sys.exit(str(blocks)))
+    assert sentence(sweep.main, None) == "(3, 12)"
 
 
 def test_rows_are_means_over_evaluations():

@@ -56,7 +56,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     assert rates == [1e-3] * 10
 
 
-@pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2", (2,))])
+@pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2 9", (2,))])
 def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeypatch, capsys):
     spread = []
     for split, n in (("train", 16), ("val", 8)):
