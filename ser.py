@@ -233,17 +233,27 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# The operations of T are MoCo-v3's:
+# The operations of T are MoCo-v3's, in this order:
 #
-#                 T, for b1                            T_eq, for b2
-#     loader      a random crop, a horizontal flip     the whole image, as a square
-#     make_views                                       flip, turns and scaling, by rho_g
-#     make_views  photometric jitter, see the end      the same
+#     operation           where        probability    T_eq, for b2, has
+#     a random crop       loader       1              the whole image, as a square
+#     a horizontal flip   loader       P_FLIP         flip, turns, scaling, in make_views
+#     a colour jitter     make_views   P_COLOUR       the same
+#     grayscale           make_views   P_GRAY         the same
+#     blur                make_views   P_BLUR         the same
+#     solarization        make_views   P_SOLARIZE     the same
 #
-# The loader samples all random numbers of T. The jitter is done on the device, as CPU cores
-# would take longer for it than for reading and cropping.
-ASPECT = (3 / 4, 4 / 3)     # of a crop; its area is --crop-min to 1 of the image
-P_FLIP = 0.5                # the probability of a flip
+# The loader samples all random numbers of T. The last four, the photometric jitter, are done on
+# the device, as CPU cores would take longer for them than for reading and cropping.
+ASPECT = (3 / 4, 4 / 3)        # of a crop; its area is --crop-min to 1 of the image
+P_FLIP = 0.5
+P_COLOUR = 0.8
+BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
+P_GRAY = 0.2
+P_BLUR = (1.0, 0.1)            # in view 1, in view 2
+SIGMA = (0.1, 2.0)             # of the blur, in pixels of a view of 224
+P_SOLARIZE = (0.0, 0.2)        # in view 1, in view 2
+THRESHOLD = 128 / 255          # solarization inverts values from here on, in [0, 1]
 
 
 class ViewSettings(NamedTuple):
@@ -371,15 +381,7 @@ def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
     return views
 
 
-# The photometric jitter, with MoCo-v3's probabilities P_ and ranges, in this order: colours,
-# grayscale, blur, solarization. If you read for the method, go on with section 3.
-P_COLOUR = 0.8
-BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
-P_GRAY = 0.2
-P_BLUR = (1.0, 0.1)          # in view 1 and in view 2
-SIGMA = (0.1, 2.0)           # of the blur, in pixels of a view of 224
-P_SOLARIZE = (0.0, 0.2)      # in view 1 and in view 2
-THRESHOLD = 128 / 255        # solarization inverts values from here on, in [0, 1]
+# The photometric jitter. If you read for the method, go on with section 3.
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
