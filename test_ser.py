@@ -1576,9 +1576,9 @@ def test_an_evaluation_refuses_before_the_work(flags, told, tmp_path, monkeypatc
 
 def test_results_are_in_out_before_they_are_printed(tree, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "print_table", lambda rows: sys.exit("closed"))
-    out = tmp_path / "out"
+    out = tmp_path / "new" / "out"
     assert sentence(eval_linear.evaluate, eval_args(tree, checkpoint, "--out", out)) == "closed"
-    assert set(tmp_path.iterdir()) == {checkpoint, out}
+    assert set(tmp_path.iterdir()) == {checkpoint, out.parent}
     assert (out / "eval.jsonl").exists() and head_of(out)
     assert len(results_of(out)["rows"]) == 9
 

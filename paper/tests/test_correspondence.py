@@ -23,6 +23,7 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     photo = torch.zeros(3, 8, 8)
     photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left
     assert copies(photo, 0)[1].mean(0).argmax() == 0
+    assert not copies(photo, 0).equal(copies(photo, 1))     # in other colours
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from PIL import Image
 
 import eval_linear
 import ser
+from paper.evaluations import load_several
 from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
 from test_ser import sentence, write_image
@@ -216,10 +217,11 @@ def test_readmes_other_trainings_are_those_of_paper(place, header, ser, control,
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
     rows = json.loads(ser.Path(ROWS).read_text())
-    for name in ("control", "turned", "SER", "turned-SER"):
-        path = ROWS.replace("experiments/imagenette.json", f"encoders/{name}.pt")
+    args = ser.Namespace(checkpoint=None, label=None, out="", data="any")
+    for encoder, label in zip(load_several(args), args.label, strict=True):
+        name = {"rotated crops": "turned", "both": "turned-SER"}.get(label, label)
         weights = {row["weights"] for row in rows if (row["run"], row["epochs"]) == (name, 100)}
-        assert weights == {eval_linear.fingerprint(ser.load_encoder(path))}
+        assert weights == {encoder.fingerprint}
 
 
 def test_no_two_runs_have_the_same_weights():

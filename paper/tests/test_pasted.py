@@ -74,7 +74,8 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     torch.manual_seed(0)
     views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
     assert len({view.sum().item() for view in views}) == 4
-    assert pasted.CROP.transforms[0].scale == (0.2, 1.0)
+    crop, flip, _ = pasted.CROP.transforms
+    assert crop.scale == (0.2, 1.0) and flip.p == 0.5
     small = pasted.v2.ToPILImage()(pixels(3, 4, 4))
     grays = [pasted.JITTER(small).float().std(0).max() == 0 for _ in range(400)]
     assert sum(grays) / 400 == pytest.approx(0.2, abs=0.06)

@@ -58,7 +58,8 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     upright = values(tmp_path / "segmentation.json", set="test turned 0", block=3)
     assert upright["pixel accuracy %"] > 60     # 9 by chance
     images = json.loads((tmp_path / "segmentation.json").read_text())["rows"][0]["images"]
-    assert images.startswith("train: 40 images") and ", test: 3 images" in images
+    names = ser.checksum(["0.png", "1.png", "2.png"])
+    assert images.startswith("train: 40 images") and f", test: 3 images {names}" in images
 
 
 def test_labels_are_those_of_a_pixel_no_colours_and_at_most_eleven(tmp_path):

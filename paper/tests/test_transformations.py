@@ -82,3 +82,4 @@ def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeyp
         place = {"encoder": name, "weights": weights[name], "block": layer}
         found = values(tmp_path / "transformations.json", **place)
         assert found == pytest.approx(wanted, 1e-4)
+        assert list(values(tmp_path / "transformations.json", **place, classes=2)) == ["flip %"]
