@@ -186,8 +186,9 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("README.md", "| 100 epochs,",
      "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; "
-     "retrieval with jitter, hflip, block 2; retrieval with jitter, scale, block 2; linear; "
-     "linear, rotated images", "--epochs 100"),
+     "retrieval with jitter, hflip, block 2; retrieval with jitter, hflip, block 6; "
+     "retrieval with jitter, scale, block 2; retrieval with jitter, scale, block 6; "
+     "linear; linear, rotated images", "--epochs 100"),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
