@@ -237,7 +237,7 @@ class Seeded(Dataset):
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple:
-        torch.manual_seed(ser.seed_of("eval", *self.key, index))
+        torch.default_generator.manual_seed(ser.seed_of("eval", *self.key, index))
         return self.data[index]
 
 

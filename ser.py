@@ -329,7 +329,9 @@ class Dataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        torch.manual_seed(seed)     # RandomResizedCrop samples from torch
+        # RandomResizedCrop samples from torch. Without torch.manual_seed, which also seeds devices
+        # that are not there, small images load one and a half times as fast.
+        torch.default_generator.manual_seed(seed)
         return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
 
