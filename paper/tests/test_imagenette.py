@@ -1,5 +1,6 @@
 import json
 import re
+import subprocess
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_ser import sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
+TINY = f"--show {ROWS.replace('imagenette.json', 'tiny.json')} --epochs 16 --ratio 0.0625"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
        "--epochs 20 --warmup-epochs 1 --base-lr 2e-3 --workers 8 --log-every 10 --seed 1 --bf16")
@@ -184,11 +186,13 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
-    ("README.md", "| 100 epochs,",
-     "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; "
-     "retrieval with jitter, hflip, block 2; retrieval with jitter, hflip, block 6; "
-     "retrieval with jitter, scale, block 2; retrieval with jitter, scale, block 6; "
-     "linear; linear, rotated images", "--epochs 100"),
+    ("README.md", "| 16 epochs,",
+     "retrieval with jitter, rot90, block 3; retrieval with jitter, rot90, block 12; "
+     "retrieval with jitter, hflip, block 3; retrieval with jitter, hflip, block 12; "
+     "retrieval with jitter, scale, block 3; retrieval with jitter, scale, block 12; "
+     "linear; linear, rotated images", TINY),
+    ("paper/README.md", "| 200 classes, 16",
+     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
@@ -205,8 +209,9 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
 
 
 @pytest.mark.parametrize("place, header, ser, control, lines", [
-    (0, "| 10 epochs |", -1, -3, [3, 0, 2]), (1, "| ViT-S/16, 60", -1, -2, [5, 0, 2]),
-    (2, "| pasted", -1, 0, [3, 0, 2]), (3, "| CamVid, 100", -1, -3, [0, 1])])
+    (0, "| 100 epochs |", -1, -3, [6, 0, 2]), (1, "| 10 epochs |", -1, -3, [3, 0, 2]),
+    (2, "| ViT-S/16, 60", -1, -2, [5, 0, 2]), (3, "| pasted", -1, 0, [3, 0, 2]),
+    (4, "| CamVid, 100", -1, -3, [0, 1])])
 def test_readmes_other_trainings_are_those_of_paper(place, header, ser, control, lines):
     table = list(readme_table("paper/README.md", header).values())
     if "pasted" in header:     # where runs are lines
@@ -240,3 +245,19 @@ def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_pat
     wanted = [numbers(table[line][run])[2:] for table, line, run in places]
     claims = readme_table("paper/README.md", "| claim | the paper, ImageNet |").values()
     assert [numbers(here) for _, here, _ in claims][:len(wanted)] == wanted
+
+
+def test_readmes_line_sorts_the_images_of_tiny_imagenet(tmp_path):
+    text = (ser.Path(ser.__file__).parent / "paper/README.md").read_text()
+    line, = re.findall(r"^\(cd tiny-imagenet.*", text, re.M)
+    val = tmp_path / "tiny-imagenet-200" / "val"
+    classes = {"val_0.JPEG": "n02", "val_1.JPEG": "n01", "val_2.JPEG": "n02"}
+    for name in classes:
+        write_image(val / "images" / name, torch.zeros(3, 8, 8))
+    (val / "val_annotations.txt").write_text(
+        "".join(f"{name}\t{label}\t0\t32\t44\t62\n" for name, label in classes.items()))
+
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
+    found = [(path.name, path.parent.name) for path in val.rglob("*.JPEG")]
+    assert dict(found) == classes and len(found) == 3
+    assert {path.name for path in val.iterdir() if path.is_dir()} == {"n01", "n02"}
