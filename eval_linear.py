@@ -92,7 +92,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # Heads are trained if --mlp, --cache or no flag is given.
+    # Heads are trained if --mlp or --cache is given, or none of the four.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -393,15 +393,15 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> fl
 # Here f1 is any function that makes a map of an image, such as the first so many blocks, or all
 # of them. It is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
 # f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
-PART_SIZE = 32     # `retrieval` looks for a token among those of so many images
+PART_SIZE = 32     # images at a time; `retrieval` looks for a token among theirs
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2, where a scaling of g has the ratio of the factors of g2 and g1: it takes x to the
-    grid of g2, as x was not scaled by g1."""
+    A.2: g scales x to the grid of g2, as g1 did not scale it before. There, g scales by the
+    ratio of both factors."""
     total = 0.0
     for part, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -641,7 +641,7 @@ def evaluate(args: Namespace) -> list[dict]:
     pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
-    elif not args.data:     # Choice: of turns after f1, where the main setting has L_equiv
+    elif not args.data:     # Choice: of turns after f1, or block 1 if [CLS] enters at the input
         pairs = [("rot90", max(1, run.cls_layer))]
 
     checkpoints = {"trained": checkpoint}

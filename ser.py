@@ -25,7 +25,8 @@ leaves open, `Choice, unlike` where we depart from it, and `Paper:` what it pres
 where that may surprise. 4.1 names batch, epochs and warmup, and keeps MoCo-v3's other
 settings. They are those of its code and of the ViT-S commands in its CONFIG.md, except
 where a comment says otherwise.
-"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
+no gradient (see README.md), but it says what the paper leaves open.
 
 Axes:
     B        images of a tensor on one rank: B1 of b1 and B2 of b2
@@ -74,7 +75,7 @@ class Geometry(NamedTuple):
     is kept as the size of its result, not as a factor, so `rho` brings a map of any
     size there."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns; 4 are none
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -122,7 +123,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def per_image(values: Tensor, x: Tensor) -> Tensor:
-    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x, without waiting for it."""
+    """A value for each image, (B,) -> (B, 1, 1, 1), for x. The CPU does not wait for the copy."""
     return values.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
 
 
@@ -160,8 +161,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     # With scalings, g_i = S_i Q^ti M^mi, so with the t and m that were just found
     #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
     # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one
-    # resize, to the grid of view 2. Two would end there as well, and blur more. So the grid
-    # of view 1 is not needed.
+    # resize, to the grid of view 2. Two resizes would end there as well, and blur more.
+    # So the grid of view 1 is not needed.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -233,7 +234,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                      (B, 3, S, S) and tensors (B,) of numbers
 #     make_views       [View, View], where b2 is moved, and all images are jittered
 #
-# The operations of T are MoCo-v3's, in this order:
+# The operations of T are MoCo-v3's, which flips last, with the same result:
 #
 #     operation           where        probability    T_eq, for b2, has
 #     a random crop       loader       1              the whole image, as a square
@@ -243,8 +244,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur                make_views   P_BLUR         the same
 #     solarization        make_views   P_SOLARIZE     the same
 #
-# The loader samples all random numbers of T. The last four, the photometric jitter, are done on
-# the device, as CPU cores would take longer for them than for reading and cropping.
+# The loader samples all random numbers of T, but for the order within the colour jitter. The last
+# four, the photometric jitter, are done on the device, as CPU cores would take longer for them
+# than for reading and cropping.
 ASPECT = (3 / 4, 4 / 3)        # of a crop; its area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -329,8 +331,8 @@ class Dataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from torch. Without torch.manual_seed, which also seeds devices
-        # that are not there, small images load one and a half times as fast.
+        # RandomResizedCrop samples from torch. torch.manual_seed would seed all kinds of
+        # devices as well, which takes longer than to read a small image.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -596,7 +598,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer. It moves the map of view 1, projects
+# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1, projects
 # the tokens of both views, and calls `patch_ntxent`.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
@@ -658,7 +660,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
         # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere.
-        # The release stops both, so its loss has no gradient at all (see README.md).
+        # The release stops both.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -857,6 +859,7 @@ def arguments() -> ArgumentParser:
     # of [CLS] moves one alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
+    # Choice: small batches need a larger share, or a token of b2 has few others to be told from.
     add("--ratio", share, 0.01,
         "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
