@@ -147,7 +147,8 @@ def test_the_copied_loss_trains_a_vit_of_timm():
 @pytest.mark.parametrize("readme, header, measures", [
     ("paper/README.md", "| pasted",
      "linear top-1 %; 20-NN top-1 %; turned, linear top-1 %; rot90 retrieval"),
-    ("paper/README.md", "| turns and flips |", "rotation %; flip %")])
+    ("paper/README.md", "| turns and flips |", "rotation %; flip %"),
+    ("README.md", "| [SimCLR]", "rot90 retrieval; linear top-1 %; turned, linear top-1 %")])
 def test_readmes_tables_are_what_the_rows_say(readme, header, measures):
     rows = json.loads(Path(pasted.__file__).with_suffix(".json").read_text())
     args = vars(pasted.settings(["--data", "D"]))
