@@ -191,6 +191,7 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
     ("paper/README.md", "| 200 classes, 16",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
+    ("paper/README.md", "| CamVid, 200", "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
