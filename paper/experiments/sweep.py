@@ -147,8 +147,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         if own:
             made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
-            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16}
-            made_by["b2"] = trained.ranks * ser.b2_per_rank(trained, trained.ranks)
+            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2}
             made_by["own"] = f"{run.script} {run.flags}"
             made_by["code"] = sorted({row.get("code", "older") for row in found})
             own = [row | made_by for row in own]

@@ -74,8 +74,12 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     torch.manual_seed(0)
     views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
     assert len({view.sum().item() for view in views}) == 4
-    crop, flip, _ = pasted.CROP.transforms
+    crop, flip, jitter = pasted.CROP.transforms
     assert crop.scale == (0.2, 1.0) and flip.p == 0.5
+    assert vars(jitter.transforms[0].transforms[0]).items() >= dict(
+        brightness=(0.6, 1.4), contrast=(0.6, 1.4), saturation=(0.6, 1.4), hue=(-0.1, 0.1)).items()
+    image = pixels(3, 128, 128)
+    assert pasted.RESIZE(image).equal(pasted.v2.functional.resize(image, (64, 64)))
     small = pasted.v2.ToPILImage()(pixels(3, 4, 4))
     grays = [pasted.JITTER(small).float().std(0).max() == 0 for _ in range(400)]
     assert sum(grays) / 400 == pytest.approx(0.2, abs=0.06)

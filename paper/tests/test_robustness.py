@@ -28,6 +28,7 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     assert found["gaussian_noise"][0] == "nan"
     assert found["fog"] == ["47.00", "90.00", "35.02", "36.04", "58.64", "60.49"]
     assert found["snow"] == ["47.00", "90.00", "30.61", "30.71", "52.52", "53.23"]
+    assert (found["motion_blur"][2], found["zoom_blur"][2]) == ("31.49", "25.86")
     assert found["mean"][:3] == ["40.21", "90.00", "39.49"]
 
 

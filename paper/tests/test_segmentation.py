@@ -34,6 +34,7 @@ def test_the_head_is_asked_about_photographs_after_each_turn(tmp_path, monkeypat
     street(tmp_path / "train", 40, 1)
     street(tmp_path / "test", 3, 2)
     line = f"--data {tmp_path} --checkpoint {tmp_path}/last.pt --size 16 24"
+    assert segmentation.settings(line.split()[:4]).size == [352, 480]
     seen = []
     heads = []
 
