@@ -191,7 +191,8 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
     ("paper/README.md", "| 200 classes, 16",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
-    ("paper/README.md", "| CamVid, 200", "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
+    ("paper/README.md", "| CamVid, 200",
+     "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("paper/README.md", "| CamVid, ten", "turned; turned-SER; control; SER-0.1; SER",
      "--epochs 10 --seeds 2"),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
@@ -208,8 +209,8 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
 
 
 @pytest.mark.parametrize("first, header, columns, lines", [
-    (0, "| 100 epochs |", [0, 1, 3, 5], [7, 0, 2]),
-    (3, "| ViT-S/16, 60", [1, None, 2, 3], [6, 0, 2]), (6, "| CamVid, 100", [0, 1, 3, 5], [0, 1])])
+    (0, "| 100 epochs |", range(6), [7, 0, 2]), (6, "| CamVid, 100", range(6), [0, 1]),
+    (3, "| ViT-S/16, 60", [1, None, None, 2, None, 3], [6, 0, 2])])
 def test_readmes_other_trainings_are_those_of_paper(first, header, columns, lines):
     table = list(readme_table("paper/README.md", header).values())
     wanted = [["-" if column is None else table[line][column] for column in columns]
