@@ -641,7 +641,7 @@ def evaluate(args: Namespace) -> list[dict]:
     pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
-    elif not args.data:     # Choice: of turns after f1, or block 1 if [CLS] enters at the input
+    elif not args.data:     # Choice: of turns after f1, where L_equiv is by default, or block 1
         pairs = [("rot90", max(1, run.cls_layer))]
 
     checkpoints = {"trained": checkpoint}
