@@ -208,23 +208,6 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             assert shown == pytest.approx(numbers(printed[line][run])[:kept]), (title, column)
 
 
-@pytest.mark.parametrize("first, header, columns, lines", [
-    (0, "| 100 epochs |", range(6), [7, 0, 2]), (6, "| CamVid, 100", range(6), [0, 1]),
-    (3, "| ViT-S/16, 60", [1, None, None, 2, None, 3], [6, 0, 2])])
-def test_readmes_other_trainings_are_those_of_paper(first, header, columns, lines):
-    table = list(readme_table("paper/README.md", header).values())
-    wanted = [["-" if column is None else table[line][column] for column in columns]
-              for line in lines]
-    assert other_trainings()[first:first + len(lines)] == wanted
-
-
-def other_trainings():
-    """The cells of README's table, some of whose lines have one title."""
-    text = (ser.Path(ser.__file__).parent / "README.md").read_text()
-    lines = text[text.index("| other trainings"):].split("\n\n")[0].splitlines()[2:]
-    return [cells_of(line)[1:] for line in lines]
-
-
 def test_the_encoders_that_are_here_are_those_of_the_rows():
     rows = json.loads(ser.Path(ROWS).read_text())
     args = ser.Namespace(checkpoint=None, label=None, out="", data="any")
