@@ -668,11 +668,13 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # Image i of this rank is number rank * B + i among the keys. An anchor's own image is
-        # left out, so for each i these are N x 2N logits.
+        # Tokens of the anchor's own image are left out. Image i of this rank is number
+        # rank * B + i among the keys.
         _, rank = ranks_and_rank()
-        i = torch.arange(len(z), device=z.device)
-        logits[i, :, rank * len(z) + i] = -torch.inf
+        anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)       # (B,)
+        key_image = torch.arange(len(keys), device=z.device)                       # (R B,)
+        same_image = anchor_image[:, None] == key_image                            # (B, R B)
+        logits.masked_fill_(same_image[:, None, :, None], -torch.inf)
 
         # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
         log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
