@@ -1,6 +1,6 @@
 """What a checkpoint has learned: linear probe (paper 4.1), k-NN (4.2), equivariance (A.2).
 
-    python eval_linear.py                            runs/ser/last.pt, on synthetic images
+    python eval_linear.py                            # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
 The second line is the protocol of 4.1. Flags ask for other things:
@@ -51,7 +51,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Of the code as it is now, this file included.
+# What rows hold, beside the checksum of the code that trained, which is among the settings.
 CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
@@ -400,13 +400,12 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2: g scales x to the grid of g2, as g1 did not scale it before. There, g scales by the
-    ratio of both factors."""
+    A.2, where g scales by s2 / s1: here it scales by s2."""
     total = 0.0
-    for part, x in enumerate(images.split(PART_SIZE)):
+    for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
-        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 1))
-        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, part, 2))
+        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 1))
+        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 2))
         g = ser.relative(g2, g1)
         cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)), dim=1)
         total += len(x) * cosines.mean().item()
@@ -431,10 +430,10 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
-    for part, x in enumerate(images.split(PART_SIZE)):
+    for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as the tokens of one that stays would all find
         # themselves. A scaling may happen to end with the size of before.
-        g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, part, 2))
+        g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
         if element == "hflip":
@@ -543,12 +542,12 @@ def print_table(rows: Sequence[dict]) -> None:
     """A line for each measure, a column for each encoder."""
     table = {}
     for row in rows:
-        measure, unit, digits = table_format(row["measure"])
+        measure, factor, digits = table_format(row["measure"])
         if row["classes"]:
             title = f"{row['set']}, {row['classes']} classes: {measure}"
         else:     # of equivariance
             title = f"{measure} after block {row['block']}"
-        text = f"{unit * row['value']:.{digits}f}"
+        text = f"{factor * row['value']:.{digits}f}"
         table.setdefault(title, {})[row.get("encoder", "trained")] = text
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():

@@ -139,8 +139,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Strides, which a turn exchanges, change the last bit of `interpolate`. In contiguous
-    # memory, a turned map is resized as if it had come turned.
+    # `contiguous` keeps this exact to the bit, as `interpolate` rounds otherwise where
+    # a turn has exchanged the strides.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -158,11 +158,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings, g_i = S_i Q^ti M^mi, so with the t and m that were just found
-    #     g2 g1^-1 = S2 Q^t M^m S1^-1 = S2 S' Q^t M^m,
-    # where S' is S1^-1 with rows and columns exchanged if t is odd. Choice: S2 S' is one
-    # resize, to the grid of view 2. Two resizes would end there as well, and blur more.
-    # So the grid of view 1 is not needed.
+    # With scalings, g also undoes that of view 1, and then does that of view 2. `rho` brings
+    # a map of any size to the grid of g, so both are one resize, to the grid of view 2.
+    # Choice: two resizes, by way of the unscaled grid, would end there as well, and blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -714,8 +712,9 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
-#     base.encoder             the online ViT, which SER runs; both losses share its output
-#     base(views, cls)         L_inv, a scalar. cls has the final [CLS] of each view, (B, D)
+#     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
+#     base(views, cls)         L_inv, a scalar. cls has what `base.encoder` made of each view,
+#                              the final [CLS] of all its images, (B, D)
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
@@ -762,8 +761,8 @@ class MoCoV3(nn.Module):
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         for slow, fast in ((self.momentum_encoder, self.encoder),
                            (self.momentum_projector, self.projector)):
-            for s, f in zip(slow.parameters(), fast.parameters()):
-                s.lerp_(f, 1 - m)     # s <- m s + (1 - m) f
+            for old, new in zip(slow.parameters(), fast.parameters()):
+                old.lerp_(new, 1 - m)     # old <- m old + (1 - m) new
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
@@ -772,7 +771,7 @@ class MoCoV3(nn.Module):
         return self.momentum_projector(cls)
 
     def forward(self, views: Sequence[View], cls: Sequence[Tensor]) -> Tensor:
-        """L_inv, symmetric in the two views."""
+        """L_inv, symmetric in the two views. The online encoder has made cls already."""
         q1, q2 = [self.predictor(self.projector(x)) for x in cls]
         k1, k2 = [self.key(view) for view in views]
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
@@ -995,7 +994,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "steps", "b2",                           # they follow from settings that are compared
-        "device", "code")                        # they may change results; the code is reported
+        "device",                                # a run may move from one to the other
+        "code")                                  # it is reported, below
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1012,7 +1012,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# Methods in paper/methods bring functions of their own in place of the four defaults of `train`:
+# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their own in
+# place of its four defaults:
 #     build(args)                        the model: SER, or another one with a `base` (section 5)
 #     make_dataset(source, args)         what `two_view_dataset` returns
 #     make_optimizer(model, args)        what `adamw` returns
@@ -1232,9 +1233,9 @@ def open_log(path: Path, run: Namespace, start: int) -> tuple[TextIO, tqdm]:
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     """Draw rho_g(x1) and x2 of up to eight images, alike up to colours and resampling."""
-    x1, x2 = views[:2]
-    moved = rho(relative(x2.geometry, x1.geometry), x1.b2, cell)
-    pairs = torch.stack([moved, x2.b2], dim=1)[:8].flatten(0, 1)
+    view1, view2 = views[:2]
+    moved = rho(relative(view2.geometry, view1.geometry), view1.b2, cell)
+    pairs = torch.stack([moved, view2.b2], dim=1)[:8].flatten(0, 1)
     save_image(pairs.cpu() * STD + MEAN, path, nrow=2)
 
 
