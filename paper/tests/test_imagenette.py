@@ -169,6 +169,8 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
         "untrained": "untrained", "MoCo-v3": "MoCo-v3", "control, λ = 0": "control",
         "MoCo-v3 on rotated crops": "turned",
         "SER, λ = 0.1": "SER-0.1", "SER, λ = 0.5": "SER",
+        "SER, λ = 0.5, as in the paper": "SER",
+        "SER on rotated crops, λ = 0.5": "turned-SER",
         "both, λ = 0.5": "turned-SER"}
 
 
@@ -186,6 +188,8 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
+    ("README.md", "| | rotated patches",
+     "retrieval with jitter, rot90, block 12; linear", TINY),
     ("README.md", "| Tiny ImageNet,",
      "retrieval with jitter, rot90, block 12; retrieval with jitter, hflip, block 12; "
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
