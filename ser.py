@@ -454,12 +454,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
     hue = torch.where(value == r, (g - b) / divisor, hue)
 
-    # From HSV to RGB: red falls from `value` at hue 1 to value - chroma at hue 2,
-    # stays there until hue 4, and is back at `value` at hue 5. Green does so two
-    # steps later, and blue four. With k counted from where a channel begins to fall,
-    #     k          0        1                3                4        6, which is 0 again
-    #     channel    value    value - chroma   value - chroma   value    value
-    # For red that is hue - 1, or hue + 5 modulo 6, for green hue + 3, and for blue hue + 1.
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
     offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
     k = (hue + 6 * shift + offsets) % 6
     shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
