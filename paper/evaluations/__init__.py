@@ -13,7 +13,7 @@ from eval_linear import Checkpoint
 
 
 # The encoders of README's picture.
-ENCODERS = {"control": "control", "rotated crops": "turned", "SER": "SER", "both": "turned-SER"}
+ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned", "both": "turned-SER"}
 
 
 def arguments(data: str = "", several: bool = False) -> ArgumentParser:

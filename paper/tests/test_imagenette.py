@@ -170,7 +170,6 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
         "MoCo-v3 on rotated crops": "turned",
         "SER, λ = 0.1": "SER-0.1", "SER, λ = 0.5": "SER",
         "SER, λ = 0.5, as in the paper": "SER",
-        "SER on rotated crops, λ = 0.5": "turned-SER",
         "both, λ = 0.5": "turned-SER"}
 
 
