@@ -184,7 +184,7 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("paper/README.md", "| 10 epochs |",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 10"),
     ("paper/README.md", "| 100 epochs |",
-     "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
+     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "--epochs 100"),
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("README.md", "| | rotated patches",
