@@ -400,7 +400,7 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2, where g scales by s2 / s1: here it scales by s2."""
+    A.2, where g scales by s2 / s1, the factors of g2 and g1: here it scales by s2."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
