@@ -13,7 +13,8 @@ from eval_linear import Checkpoint
 
 
 # The encoders of README's picture.
-ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned", "both": "turned-SER"}
+ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned",
+            "SER on rotated crops": "turned-SER"}
 
 
 def arguments(data: str = "", several: bool = False) -> ArgumentParser:

@@ -75,7 +75,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     photos = choose_photos(args.data)
     columns = 2 + len(runs)
-    figure = Figure(figsize=(2.4 * columns, 2.5 * len(photos)), layout="constrained")
+    figure = Figure(figsize=(2.4 * columns, 2.75 * len(photos)), layout="constrained")
     panels = figure.subplots(len(photos), columns, squeeze=False,
                              subplot_kw={"xticks": [], "yticks": []})
 
@@ -89,7 +89,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         pictures = [("photograph", shown), ("rotated and recoloured", copy)]
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(seen, number), layer)
-            title = f"{name}: {tokens.sum()} of {tokens.numel()}"
+            title = f"{name}\n{tokens.sum()} of {tokens.numel()}"
             opacity = 0.15 + 0.85 * tokens.float()
             strength = F.interpolate(opacity[None, None], shown.shape[1:])
             pictures.append((title, MISSED + strength[0] * (copy - MISSED)))
