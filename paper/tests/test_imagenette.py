@@ -215,16 +215,18 @@ def test_readmes_results_are_what_is_printed(tmp_path, capsys):
     lines = {"rotated": "rot90 retrieval with jitter %", "flipped": "hflip retrieval with jitter %",
              "scaled": "scale retrieval with jitter %", "upright images": "linear top-1 %",
              "rotated images": "turned linear top-1 %"}
-    found = readme_table("README.md", "| patches found") | readme_table("README.md", "| linear acc")
+    headers = ("| patches found, % | M", "| linear accuracy, % | M")
+    found = readme_table("README.md", headers[0]) | readme_table("README.md", headers[1])
     for title, cells in found.items():
         if "street scenes" in title:
             line = "linear segmentation top-1 %, block 6"
-            wanted = ten_classes["turned " * ("rotated" in title) + line]
+            wanted = ten_classes["turned " * title.startswith("rotated") + line]
         else:
             kind, training = title.split(", ")
             table, block = printed[training]
             wanted = table[f"{lines[kind]}, block {block}"]
-        assert [numbers(cell) for cell in cells] == [numbers(wanted[run])[:1] for run in runs], title
+        for run, cell in zip(runs, cells, strict=True):
+            assert numbers(cell) == numbers(wanted[run])[:1], (title, run)
     assert len(found) == 12
 
 
