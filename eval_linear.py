@@ -3,7 +3,8 @@
     python eval_linear.py                            # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1. Flags ask for other things:
+The second line is the protocol of 4.1, with choices where that is silent. Flags ask for
+other things:
 
     flags              heads     learn from          20-NN   equivariance            time
     none               linear    random crops        yes     no                      hours
@@ -14,9 +15,9 @@ The second line is the protocol of 4.1. Flags ask for other things:
     --equivariance     none      -                   no      after every block       minutes
     without --data     linear    whole images        yes     of turns, after f1      seconds
 
---equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured, all
-measures, those of heads as well, are taken of two encoders, the trained one and the untrained
-one that its run began with.
+--equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
+everything is measured twice, for the trained encoder and for the untrained one that its run
+began with. So heads are trained for both.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -51,7 +52,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# What rows hold, beside the checksum of the code that trained, which is among the settings.
+# Rows hold this checksum. That of the code that trained is among the settings of the checkpoint.
 CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
 
 
@@ -63,7 +64,7 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR",
-        help="further sets of whole images to score")
+        help="further sets to score, of uncropped images, whose centre is taken as that of val")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
@@ -88,7 +89,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
     """The settings of a command line, and whether they ask for heads."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
-    if synthetic:     # what suits two cores
+    if synthetic:     # small, as the images
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
@@ -113,7 +114,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):     # those of `convert` have no `steps`
+        if state["step"] < state.get("steps", 0):     # what convert.py writes has no `steps`
             print(f"{args.checkpoint} is of a run that has not ended, after step "
                   f"{state['step']} of {state['steps']}")
         states = [{key: state[key] for key in ("encoder", "settings", "step")}]
@@ -166,12 +167,13 @@ def eval_transform(size: int) -> v2.Transform:
 
 class ClassFolder(ImageFolder):
     """The images root/CLASS/... The label of a class is its place in `classes`, those of the
-    training images or, if none are given, in the sorted list of the folders of root."""
+    training images or, if none are given, in the sorted list of the folders of root. ImageFolder
+    asks `find_classes` for the labels when it is made."""
     def __init__(self, root: str | Path, transform: Callable | None, classes: Sequence[str] = ()):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
         self.classes_of_training = classes
-        super().__init__(root, transform, loader=ser.read_image)     # it calls `find_classes`
+        super().__init__(root, transform, loader=ser.read_image)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The folders below `directory`, and their labels."""
@@ -243,14 +245,14 @@ class Seeded(Dataset):
 
 # ==== 3. Features of the frozen encoder ===============================================
 def autocast(x: Tensor) -> torch.autocast:
-    """Choice: matrix products in bfloat16 on those GPUs that have it, in float32 elsewhere."""
+    """The precision of matrix products. Choice: bfloat16 on GPUs that have it, else float32."""
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.autocast(x.device.type, torch.bfloat16, bf16)
 
 
 def feature_blocks(encoder: ViT) -> range:
-    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four. Choice: those that
-    have a [CLS], if it enters later. In the ViT of `python ser.py` that is the last block alone."""
+    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four. Choice: of these, the
+    blocks that have a [CLS], which in the ViT of `python ser.py` is the last one alone."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
@@ -400,7 +402,8 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2, where g scales by s2 / s1, the factors of g2 and g1: here it scales by s2."""
+    A.2, where g scales by the factor of g2 over that of g1: here by that of g2, as x was not
+    scaled by g1 before."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -433,6 +436,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as the tokens of one that stays would all find
         # themselves. A scaling may happen to end with the size of before.
+        # The generator is that of g2 in `cosine`.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -643,9 +647,8 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: of turns after f1, where L_equiv is by default, or block 1
         pairs = [("rot90", max(1, run.cls_layer))]
 
-    checkpoints = {"trained": checkpoint}
-    if pairs:
-        checkpoints = {"untrained": untrained(checkpoint), "trained": checkpoint}
+    checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
+    checkpoints["trained"] = checkpoint
 
     _, rank = ser.ranks_and_rank()
     images = describe({"train": sets.train_centre, **sets.tests})

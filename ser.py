@@ -4,12 +4,11 @@ SER keeps the loss of a self-supervised method, which acts on the final embeddin
 second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch; b2 has a share r = .01 of it, which is 20 of 2,048
-                   images, or 24 where each of 8 GPUs rounds its share. Views of b1 are made by
-                   crops, flips and photometric jitter (T), views of b2 by motions from a group
-                   G, which can be undone, and the same jitter (T_eq)
-    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all
-                   images: one mean over b1 and b2, where Eq. 3 has one for each part
+    b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
+                   made by crops, flips and photometric jitter (T), views of b2 by motions from
+                   a group G, which can be undone, and the same jitter (T_eq)
+    L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
+                   Unlike Eq. 3, it is one mean over b1 and b2, for a reason in section 6
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -20,11 +19,15 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
 Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends
-section 2. Numbers such as (3.1) are sections of the paper. `Choice:` marks what it
-leaves open, `Choice, unlike` where we depart from it, and `Paper:` what it prescribes
-where that may surprise. 4.1 names batch, epochs and warmup, and keeps MoCo-v3's other
-settings. They are those of its code and of the ViT-S commands in its CONFIG.md, except
-where a comment says otherwise.
+section 2. Numbers such as (3.1) are sections of the paper. Its settings in 4.1 are those of
+MoCo-v3, but for batch, epochs and warmup. We take them from MoCo-v3's code and from the
+ViT-S commands in its CONFIG.md, except where a comment says otherwise.
+
+Comments have three tags:
+    Choice:           the paper leaves this open
+    Choice, unlike    here we depart from the paper, or from MoCo-v3 where it keeps that
+    Paper:            the paper prescribes this, which may surprise
+
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
 no gradient (see README.md), but it says what the paper leaves open.
 
@@ -84,7 +87,7 @@ class Geometry(NamedTuple):
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    Everything is always sampled, so that a kind of motion does not depend on the others."""
+    All kinds of motion are always sampled, so a seed gives the same turns with any `elements`."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -110,7 +113,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, C, h, w) -> (B, C, *size). Crops, rho and position embeddings share it (3.2)."""
+    """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
     # With antialiasing, CPUs resize bytes, float32 and float64, but no half
@@ -123,7 +126,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def per_image(values: Tensor, x: Tensor) -> Tensor:
-    """A value for each image, (B,) -> (B, 1, 1, 1), for x. The CPU does not wait for the copy."""
+    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x."""
     return values.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
 
 
@@ -139,8 +142,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # `contiguous` keeps this exact to the bit, as `interpolate` rounds otherwise where
-    # a turn has exchanged the strides.
+    # `contiguous`, as the last bits of what `interpolate` returns depend on the order in memory,
+    # which a turn exchanges. They should be those of any other map with the same values.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -148,8 +151,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (3.1), and a map of view 1 to the
-    grid of view 2."""
+    """g = g2 g1^-1, which takes view 1 to view 2 (3.1). It is for view 1 and its maps alone: as a
+    scaling is the size of its result, it says the grid of view 2, and not by how much to scale."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
     # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
@@ -243,21 +246,21 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     solarization        make_views   P_SOLARIZE     the same
 #
 # The loader samples all random numbers of T, but for the order within the colour jitter. The last
-# four, the photometric jitter, are done on the device, as CPU cores would take longer for them
-# than for reading and cropping.
-ASPECT = (3 / 4, 4 / 3)        # of a crop; its area is --crop-min to 1 of the image
+# four operations are the photometric jitter. They are done on the device, as CPU cores would take
+# longer for them than for reading and cropping.
+CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
 P_GRAY = 0.2
 P_BLUR = (1.0, 0.1)            # in view 1, in view 2
-SIGMA = (0.1, 2.0)             # of the blur, in pixels of a view of 224
+BLUR_SIGMA = (0.1, 2.0)        # in pixels of a view of 224
 P_SOLARIZE = (0.0, 0.2)        # in view 1, in view 2
-THRESHOLD = 128 / 255          # solarization inverts values from here on, in [0, 1]
+SOLARIZE_FROM = 128 / 255      # values in [0, 1], from which on they are inverted
 
 
 class ViewSettings(NamedTuple):
-    """Settings of a view that differ between view 1 and view 2, or between runs."""
+    """Settings of T that differ between views. Size and area do so with 2 + 4 views alone."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -291,7 +294,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
-        top, left, height, width = RandomResizedCrop.get_params(image, settings.area, ASPECT)
+        top, left, height, width = RandomResizedCrop.get_params(image, settings.area, CROP_ASPECT)
         image = image[:, top:top + height, left:left + width]
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
@@ -398,7 +401,7 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
-        aug = aug._replace(blur=random.uniform(*SIGMA) * settings.size / 224)
+        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
     return aug._replace(gray=gray, solarize=solarize)
@@ -434,11 +437,11 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
 
     x = torch.where(column(aug.gray) > 0, rgb_to_grayscale(x), x)
 
-    blurred = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
-    if len(blurred) > 0:
-        x[blurred] = gaussian_blur(x[blurred], column(aug.blur)[blurred])
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
+    if len(to_blur) > 0:
+        x[to_blur] = gaussian_blur(x[to_blur], column(aug.blur)[to_blur])
 
-    inverted = (column(aug.solarize) > 0) & (x >= THRESHOLD)
+    inverted = (column(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
 
@@ -469,7 +472,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     B, _, h, w = x.shape
     # Choice: the kernel ends at three times the largest sigma, rounded up. That is at 6
     # pixels in a view of 224, and a little later in images of b2 that were scaled up.
-    radius = math.ceil(3 * SIGMA[1] * max(h, w) / 224)
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
@@ -536,7 +539,7 @@ class ViT(nn.Module):
         self.patch_embed = nn.Sequential(OrderedDict(
             proj=nn.Conv2d(3, dim, patch_size, patch_size)))
         side = image_size // patch_size     # of the map, in tokens
-        self.pos_embed = nn.Parameter(torch.empty(1, dim, side, side))
+        self.pos_embed = nn.Parameter(torch.empty(1, dim, side, side))     # filled below
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 1e-6)     # as MoCo-v3
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
@@ -575,7 +578,7 @@ class ViT(nn.Module):
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
             if layer in layers:
-                # Choice: the map of the last block, too, is taken before the final LayerNorm.
+                # Choice: no LayerNorm follows, not even after the last block.
                 patches = x[:, -(H * W):]     # all tokens but [CLS]
                 maps[layer] = patches.mT.unflatten(2, (H, W))
                 if layer > self.cls_layer:
@@ -584,7 +587,8 @@ class ViT(nn.Module):
 
 
 def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """The final [CLS] of b1, then b2, (B, D); and layer -> map, of b2 alone."""
+    """Encode a view. Returns the final [CLS] of all images, those of b1 first, (B, D), and the
+    maps of b2 alone, as a dictionary layer -> map."""
     of_b1 = encoder(view.b1)
     if view.b2 is None:
         return of_b1.cls, {}
@@ -593,8 +597,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `SER`, in section 6, calls `layer_loss` for each layer, which moves the map of view 1, projects
-# the tokens of both views, and calls `patch_ntxent`.
+# `patch_ntxent` compares the tokens of two views. `l_equiv` first moves the map of view 1 and
+# projects the tokens of both; it is what `SER`, in section 6, calls for each layer.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
@@ -608,8 +612,8 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient. PyTorch's own, in torch.distributed.nn, is
-    undocumented."""
+    """`dist.all_gather` with a gradient. torch.distributed.nn has one as well, which is
+    undocumented and may change."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -676,8 +680,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         return (torch.logaddexp(positive, log_sum) - positive).mean()
 
 
-def layer_loss(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
-               temperature: float = 0.3) -> Tensor:
+def l_equiv(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
+            temperature: float = 0.3) -> Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2,
     (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
@@ -704,7 +708,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return layer_loss(project, relative(g2, g1), h1, h2, temperature)
+    return l_equiv(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -729,6 +733,7 @@ def mlp(*widths: int) -> nn.Sequential:
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
+    # Choice, unlike MoCo-v3 (4.1), which multiplies in half precision: fp32.
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = gather(F.normalize(k.float(), dim=1))
@@ -803,17 +808,17 @@ class SER(nn.Module):
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
-        equiv = self.l_equiv(view1, view2, maps1, maps2)
+        equiv = self.mean_over_layers(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-    def l_equiv(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
+    def mean_over_layers(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
         """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
         g = relative(view2.geometry, view1.geometry)
         losses = []
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            losses.append(layer_loss(project, g, maps1[layer], maps2[layer], self.temperature))
+            losses.append(l_equiv(project, g, maps1[layer], maps2[layer], self.temperature))
         return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
@@ -857,11 +862,11 @@ def arguments() -> ArgumentParser:
     # of [CLS] moves one alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
-    # Choice: small batches need a larger share, or a token of b2 has few others to be told from.
+    # Small batches need a larger share, or a token of b2 has few others to be told from.
     add("--ratio", share, 0.01,
         "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
-    add("--temperature", positive, 0.3, "tau (paper, with DINO: 0.5)")
+    add("--temperature", positive, 0.3, "tau, of L_equiv (paper, with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
     add("--moco-hidden", count, 4096, "width of MoCo-v3's hidden layers")
     add("--crop-min", share, 0.08, "least share of the image in a crop")
@@ -976,7 +981,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode."""
+    """The encoder of a checkpoint, in eval mode. Of any method, as `train` saves it by itself."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
@@ -1001,8 +1006,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
     if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code, or from another script; if it should not be, "
-              "give a new --out")
+        print(f"{path} was trained by other code, or from another script, and goes on; to train "
+              "anew, give a new --out")
 
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -1114,10 +1119,11 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-# A checksum of this file and of the script that runs, taken at the start. Logs, checkpoints and
-# results hold it, so they tell whether they were made by the same code.
-SCRIPT = getattr(sys.modules["__main__"], "__file__", None)     # a notebook has none
-SOURCES = [path for path in (__file__, SCRIPT) if path and os.path.isfile(path)]
+# Logs, checkpoints and results hold a checksum of the code that made them, which is this file and
+# the script that runs, such as paper/methods/dino.py. It is taken when the program starts, as
+# the files may be edited while it runs.
+SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)     # a notebook has none
+SOURCES = [path for path in (__file__, SCRIPT) if os.path.isfile(path)]
 CODE_CHECKSUM = checksum([Path(path).read_text(errors="replace") for path in SOURCES])
 
 

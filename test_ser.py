@@ -834,7 +834,7 @@ def test_the_defaults_are_the_papers():
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
     assert {x.eps for x in base.encoder.modules() if isinstance(x, nn.LayerNorm)} == {1e-6}
-    for loss in (patch_ntxent, ser.layer_loss, ser.equivariance_loss):
+    for loss in (patch_ntxent, ser.l_equiv, ser.equivariance_loss):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]

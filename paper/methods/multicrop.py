@@ -74,7 +74,7 @@ class MultiCropSER(ser.SER):
 
         equiv = 0.0
         for i in range(0, len(views), 2):
-            equiv = equiv + self.l_equiv(views[i], views[i + 1], maps[i], maps[i + 1])
+            equiv = equiv + self.mean_over_layers(views[i], views[i + 1], maps[i], maps[i + 1])
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
