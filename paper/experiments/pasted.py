@@ -9,6 +9,7 @@ A stopped command goes on, and torchrun shares it. OUT/row.json gets the means o
 """
 import json
 from argparse import ArgumentParser, Namespace
+from functools import partial
 
 import torch
 from torch import nn
@@ -125,8 +126,11 @@ def evaluate(model: Model, args: Namespace) -> None:
     """Write and print accuracies by eval_linear.py, and retrieval after f1, as it was trained."""
     val = ImageFolder(f"{args.data}/val", v2.Compose([RESIZE, v2.PILToTensor()]))
     images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
-    turns = eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8)
-    row = vars(args) | {"rot90 retrieval": turns}
+    recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
+    row = vars(args) | {
+        "rot90 retrieval": eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8),
+        "rot90 retrieval with jitter":
+            eval_linear.retrieval(model.f1, images / 255, patch=8, change=recolour)}
 
     encoder = eval_linear.results_path(args, "encoder.pt")
     if ser.ranks_and_rank()[1] == 0:
