@@ -6,7 +6,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
 Ours; the paper has no such figure. Writes correspondence-*.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
 photograph, a rotated and recoloured copy, and for each checkpoint what it finds of this copy,
-where other patches are gray.
+where other patches are blue.
 """
 from argparse import Namespace
 from pathlib import Path
@@ -21,7 +21,7 @@ import eval_linear
 import ser
 from paper.evaluations import arguments, load_several, main, save_picture
 
-MISSED = 0.85     # a light gray
+MISSED = torch.tensor([0.60, 0.75, 1.0]).view(3, 1, 1)     # a light blue, rare in photographs
 
 
 def settings(argv: list[str] | None = None) -> Namespace:

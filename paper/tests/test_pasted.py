@@ -1,5 +1,6 @@
 import json
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     val = torch.stack([image for image, _ in pasted.ImageFolder(tmp_path / "val", upright)])[::8]
     turns = eval_linear.retrieval(model.f1, ser.normalise(val / 255), patch=8)
     assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
+    recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
+    turns = eval_linear.retrieval(model.f1, val / 255, patch=8, change=recolour)
+    assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
     assert (row["weight"], row["epochs"]) == (0.1, 2)
     images = torch.rand(2, 3, 64, 64)
     encoder = ser.load_encoder(Path(args.out, "encoder.pt"))
