@@ -53,7 +53,7 @@ import ser
 from ser import ViT, rho
 
 # Rows hold this checksum. That of the code that trained is among the settings of the checkpoint.
-CODE_CHECKSUM = ser.checksum([ser.CODE_CHECKSUM, Path(__file__).read_text()])
+CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -182,6 +182,7 @@ class ClassFolder(ImageFolder):
         if set(names).isdisjoint(folders):
             # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
             names = [str(label) for label in range(len(names))]
+            print(f"{directory}: folder 0 is taken as the first class of training, and so on")
 
         for folder in folders:
             if folder not in names:

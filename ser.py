@@ -60,6 +60,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 from torch.optim import AdamW, Optimizer
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 from torchvision.utils import save_image
@@ -1092,7 +1093,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp")     # of image files, also in capitals
+HELD_OUT = {"val", "validation", "test", "val2017", "test2017"}     # folders not to train on
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
@@ -1108,10 +1109,16 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     # This follows links, and leaves out hidden files and folders.
     found = glob.iglob(f"{glob.escape(str(root))}/**/*", recursive=True)
-    images = sorted(path for path in found if path.lower().endswith(ENDINGS))
+    images = sorted(path for path in found if path.lower().endswith(IMG_EXTENSIONS))
     if not images:
-        sys.exit(f"--data {args.data}: no image ({', '.join(ENDINGS)}) below {root}")
-    return images, checksum([path.removeprefix(f"{root}/") for path in images])
+        sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
+
+    names = [path.removeprefix(f"{root}/") for path in images]
+    folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
+    if root.name != "train" and folders & HELD_OUT:
+        sys.exit(f"--data {args.data}: has no train/, but {', '.join(folders & HELD_OUT)}: name "
+                 "the folder of the images to train on")
+    return images, checksum(names)
 
 
 def checksum(texts: Sequence[str]) -> str:
@@ -1216,6 +1223,8 @@ def print_plan(run: Namespace, start: int) -> None:
         chance = math.log(1 + 2 * tokens * (run.b2 - 1))
         blocks = ", ".join(map(str, run.equiv_layers))
         line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
+    else:
+        line += "; there is no L_equiv, whatever --weight says"
     print(line)
 
 

@@ -1076,14 +1076,15 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path))     # which is empty
     root = tmp_path / "images[1]"
-    for name in ("b/deep/2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.webp"):
+    for name in ("b/deep/2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()     # the last name is no UTF-8
 
     (root / "c").symlink_to(root / "b")
-    wanted = [f"{root}/{name}" for name in ("b/deep/2.JPEG", "c/deep/2.JPEG", "\udcff.webp")]
+    wanted = [f"{root}/{name}" for name in ("b/deep/2.JPEG", "c/deep/2.JPEG", "\udcff.bmp")]
     assert ser.find_images(toy(root))[0] == wanted
-
+    (root / "b" / "Val").symlink_to(folder)
+    assert "val: name the folder" in sentence(ser.find_images, toy(root))
     (root / "train").symlink_to(folder)
     assert ser.find_images(toy(root))[1] == ser.find_images(toy(folder))[1]     # train/ alone
 
@@ -1465,8 +1466,8 @@ def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     assert own["trained"] not in map(eval_linear.fingerprint, others)
 
     assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])
-    text = Path(eval_linear.__file__).read_text()
-    assert {row["code"] for row in results["rows"]} == {ser.checksum([ser.CODE_CHECKSUM, text])}
+    code = ser.checksum([Path(module.__file__).read_text() for module in (ser, eval_linear)])
+    assert {row["code"] for row in results["rows"]} == {code}
     assert head["weights"] == own["trained"]
     made_by = results["checkpoints"]
     assert [made_by[own[name]]["step"] for name in encoders] == [0, 7]

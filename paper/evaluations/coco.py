@@ -107,14 +107,18 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
 
 
 # ==== Data: COCO as it is downloaded =====================================================
+def index_of(args: Namespace, name: str) -> Path:
+    """The file of the boxes of "train2017" or "val2017"."""
+    return Path(args.data, "annotations", f"instances_{name}.json")
+
+
 def photos(args: Namespace, name: str, train: bool) -> Dataset:
     """The images of "train2017" or "val2017", ordered by id: index -> (3, h, w) in [0, 1], and its
     "image_id". Those to train on have "boxes", (n, 4) of left, top, right and bottom in pixels of
     the stored image (no turn by EXIF), and "labels", (n,) of COCO's ids, 1..90 with gaps."""
     to_float = v2.ToDtype(torch.float32, scale=True)
     transforms = v2.Compose([v2.ToImage(), to_float, v2.ClampBoundingBoxes()])
-    index = Path(args.data, "annotations", f"instances_{name}.json")
-    data = CocoDetection(Path(args.data, name), index, transforms=transforms)
+    data = CocoDetection(Path(args.data, name), index_of(args, name), transforms=transforms)
 
     if train:
         # A detector learns neither from crowds nor from boxes without an area.
@@ -230,6 +234,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     val = photos(args, "val2017", train=False)
     names = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
     run = training_settings("coco", args, checkpoint, names)
+    # Images of the same names may have other boxes.
+    indices = [index_of(args, name).read_text() for name in ("train2017", "val2017")]
+    run["coco_boxes"] = ser.checksum(indices[:1])
 
     classes = max(val.coco.cats) + 1
     model = detector(checkpoint.encoder, classes, args).to(device)
@@ -241,6 +248,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     depth = checkpoint.encoder.depth
     rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
     images = eval_linear.describe({"train2017": train_set, "val2017": val})
+    images += f", boxes {ser.checksum(indices)}"
     eval_linear.write(path, rows, args, checkpoint, images)
     for name, values in {"here": results.values(), **PAPER}.items():
         print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))

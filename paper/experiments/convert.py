@@ -23,7 +23,6 @@ def from_timm(state: dict, heads: int) -> dict:
     state = state.get("state_dict", state.get("model", state))
     prefix = "module.base_encoder."
     if f"{prefix}cls_token" in state:
-        heads = heads or 12     # its ViT-S and ViT-B have 12
         state = {name.removeprefix(prefix): weight for name, weight in state.items()
                  if name.startswith(prefix)}
     weights = {name: weight for name, weight in state.items() if not name.startswith("head")}

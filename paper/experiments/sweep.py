@@ -138,8 +138,11 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            if args.print or not own_rows(words, out, images):     # else it was done before
+            before = [] if args.print else own_rows(words, out, images)
+            if not before:
                 call(["eval_linear.py", *words], args)
+            elif {row.get("code") for row in before} != {eval_linear.CODE_CHECKSUM}:
+                print(f"{out} was evaluated by other code; to do it anew, delete its eval.json")
             if not args.print:
                 found += own_rows(words, out, images)
 
@@ -147,7 +150,8 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         if own:
             made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
-            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2}
+            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
+                        "read by heads": len(eval_linear.feature_blocks(trained))}
             made_by["own"] = f"{run.script} {run.flags}"
             made_by["code"] = sorted({row.get("code", "older") for row in found})
             own = [row | made_by for row in own]
@@ -254,10 +258,11 @@ def main(args: Namespace) -> None:
     rows = measure(args, ["--cache --equivariance"], blocks=(3, 12))
     check_alike(rows)
     if rows:
-        b2 = {row["run"]: row["b2"] for row in rows}     # images of it in a batch
+        own = {row["run"]: row for row in rows}
         for run in args.runs:
-            print(f"{run.name:16}{run.paper or '-':>8}{b2[run.name]:>5} in b2  {run.script} "
-                  f"{run.flags}")
+            row = own[run.name]
+            print(f"{run.name:16}{run.paper or '-':>8}{row['b2']:>5} in b2, heads read [CLS] of "
+                  f"{row['read by heads']} blocks  {run.script} {run.flags}")
         print(table(rows, "SER"))
 
 

@@ -68,6 +68,10 @@ def test_a_small_detector_finds_squares(tmp_path):
     found = values(tmp_path / "coco.json", set="val2017", classes=2)
     assert found["AP50"] == pytest.approx(2 / 3, abs=0.06)
 
+    index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
+    index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
+    assert "coco_boxes" in sentence(call, coco, line, "--base-lr 3e-3")
+
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
     path = toy_checkpoint(tmp_path, image_size=32)

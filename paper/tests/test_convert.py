@@ -20,7 +20,7 @@ def shaken_timm(heads):
 
 
 @pytest.mark.parametrize("heads, flags", [
-    (2, ["--heads", 2]), (4, ["--heads", 4]), (12, []), (8, ["--heads", 8])])
+    (2, ["--heads", 2]), (4, ["--heads", 4]), (12, ["--heads", 12]), (8, ["--heads", 8])])
 def test_timms_weights_give_timms_outputs_here(heads, flags, tmp_path):
     """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
     vit = shaken_timm(heads)

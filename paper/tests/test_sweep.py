@@ -55,7 +55,8 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
-    assert "   69.51    0 in b2  -m paper.methods.equimod" in told and "2 in b2  ser.py" in told
+    assert "   69.51    0 in b2, heads read [CLS] of 3 blocks  -m paper.methods.equimod" in told
+    assert "2 in b2, heads read [CLS] of 2 blocks  ser.py" in told and "other code" not in told
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     results = json.loads((out / "SER-5" / "eval.json").read_text())
@@ -69,8 +70,11 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
     theirs += [row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0}]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
-    sweep.main(sweep.settings(argv))
-    assert "eval_linear.py" not in capsys.readouterr().out     # what is done is not repeated
+    with monkeypatch.context() as edited:
+        edited.setattr(eval_linear, "CODE_CHECKSUM", "edited")
+        sweep.main(sweep.settings(argv))
+    told = capsys.readouterr().out
+    assert "other code" in told and "eval_linear.py" not in told     # what is done is not repeated
     log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
