@@ -152,8 +152,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (3.1). It is for view 1 and its maps alone: as a
-    scaling is the size of its result, it says the grid of view 2, and not by how much to scale."""
+    """g = g2 g1^-1, which takes view 1 to view 2 (3.1). It is for view 1 and its maps alone, as it
+    names the grid of view 2, to which they are brought, and no factor by which to scale."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
     # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
@@ -982,7 +982,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint, in eval mode. Of any method, as `train` saves it by itself."""
+    """The encoder of a checkpoint of any method, in eval mode."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
