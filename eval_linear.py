@@ -132,7 +132,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
     """The start of a checkpoint's run."""
-    encoder = ser.seeded_encoder(Namespace(**checkpoint.settings)).eval()
+    encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
 
@@ -361,7 +361,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
-    # Choice: the rate that is best on val after the last epoch. The release names no rule.
+    # Choice: the rate that is best on val after the last epoch, which flatters the result a
+    # little. The release names no rule.
     best = top1.index(max(top1))
     return heads[best].requires_grad_(False), args.lr[best]
 
@@ -403,8 +404,7 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2, where g scales by the factor of g2 over that of g1: here by that of g2, as x was not
-    scaled by g1 before."""
+    A.2: x is not scaled by g1 before, so g scales it by the factor of g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -519,7 +519,7 @@ def made_by(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
 def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with what made it; images: as `describe` names
-    them. A row replaces the older one that was made in the same way, see `key_of`."""
+    them. A row replaces an older one that differs in its value and the code alone."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
@@ -601,7 +601,8 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 
     # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     last = slice(-dim, None)
-    chosen = torch.isin(train.y, among)     # neighbours are of these classes alone
+    # Choice: neighbours are of the classes `among` alone.
+    chosen = torch.isin(train.y, among)
     values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
     return values
 

@@ -18,15 +18,16 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends
-section 2. Numbers such as (3.1) are sections of the paper. Its settings in 4.1 are those of
-MoCo-v3, but for batch, epochs and warmup. We take them from MoCo-v3's code and from the
-ViT-S commands in its CONFIG.md, except where a comment says otherwise.
+Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2,
+and `equivariance_loss`, which ends section 4. Numbers such as (3.1) are sections of the
+paper. Its settings in 4.1 are those of MoCo-v3, but for batch, epochs and warmup. We take
+them from MoCo-v3's code and from the ViT-S commands in its CONFIG.md, except where a comment
+says otherwise.
 
 Comments have three tags:
-    Choice:           the paper leaves this open
-    Choice, unlike    here we depart from the paper, or from MoCo-v3 where it keeps that
-    Paper:            the paper prescribes this, which may surprise
+    Choice:             the paper leaves this open
+    Choice, unlike X    here we depart from X, which the paper prescribes or keeps
+    Paper:              the paper prescribes this, which may surprise
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
 no gradient (see README.md), but it says what the paper leaves open.
@@ -75,11 +76,10 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling
-    is kept as the size of its result, not as a factor, so `rho` brings a map of any
-    size there."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept
+    as the size of its result, not as a factor, so `rho` brings a map of any size there."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, of which `rho` takes % 4
 
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -143,8 +143,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # `contiguous`, as the last bits of what `interpolate` returns depend on the order in memory,
-    # which a turn exchanges. They should be those of any other map with the same values.
+    # It is made contiguous, as the last bits of a resize depend on the order in memory.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -152,8 +151,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 to view 2 (3.1). It is for view 1 and its maps alone, as it
-    names the grid of view 2, to which they are brought, and no factor by which to scale."""
+    """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
+    then resizes them to the grid of view 2. It has no factor that would scale other maps."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
     # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
@@ -162,9 +161,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings, g also undoes that of view 1, and then does that of view 2. `rho` brings
-    # a map of any size to the grid of g, so both are one resize, to the grid of view 2.
-    # Choice: two resizes, by way of the unscaled grid, would end there as well, and blur more.
+    # With scalings, g also undoes that of view 1, and then does that of view 2. Choice: both are
+    # one resize, from the grid of view 1 to that of view 2. Two resizes, by way of the unscaled
+    # grid, would blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -230,11 +229,11 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # What becomes of an image:
 #
-#     batch_items      (epoch, index, in_b2)
-#     Dataset[item]    [(pixels, Augmentation), (pixels, Augmentation)], for the two views
-#     the loader       the same for a batch, by PyTorch's collate function, which makes pixels
-#                      (B, 3, S, S) and tensors (B,) of numbers
-#     make_views       [View, View], where b2 is moved, and all images are jittered
+#     batch_items           (epoch, index, in_b2)
+#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
+#     the loader            the same for a batch, by PyTorch's collate function, which makes
+#                           pixels (B, 3, S, S) and tensors (B,) of numbers
+#     make_views            [View, View], where b2 is moved, and all images are jittered
 #
 # The operations of T are MoCo-v3's, which flips last, with the same result:
 #
@@ -306,11 +305,11 @@ def sample_view(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    return pixels, sample_jitter(aug, settings)
+    return pixels, add_jitter(aug, settings)
 
 
 @dataclass
-class Dataset(torch.utils.data.Dataset):
+class ViewDataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
     Augmentation. source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
@@ -339,11 +338,11 @@ class Dataset(torch.utils.data.Dataset):
         return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
 
-def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> Dataset:
+def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
     """The data set of a run, with the settings of view 1 and of view 2."""
     view1 = ViewSettings(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
     view2 = view1._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
-    return Dataset(source, [view1, view2], args.seed)
+    return ViewDataset(source, [view1, view2], args.seed)
 
 
 class View(NamedTuple):
@@ -357,10 +356,11 @@ class View(NamedTuple):
     order: Tensor = torch.arange(4)     # of the colour jitter
 
 
-def make_views(loaded: Sequence, args: Namespace, step: int) -> list[View]:
+def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
+               step: int) -> list[View]:
     """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels,
     (B, 3, S, S) uint8 of b1, then b2, on the device, and their Augmentation, on the
-    CPU."""
+    CPU, which can then look up what to blur without waiting for a GPU."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
@@ -392,7 +392,7 @@ MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
-def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
+def add_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
     """Add the jitter of a view to what was sampled for it."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
@@ -488,7 +488,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
-# Parameters have timm's names, for paper/experiments/convert.py.
+# Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
 class Attention(nn.Module):
     """Self-attention on (B, N, D)."""
     def __init__(self, dim: int, heads: int):
@@ -527,7 +527,8 @@ class Encoded(NamedTuple):
 
 
 class ViT(nn.Module):
-    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`; 0 is the input."""
+    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`; 0 is the input. f1 are the
+    blocks before it. L_equiv acts at their end, but in some ablations of the paper elsewhere."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -809,11 +810,11 @@ class SER(nn.Module):
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
-        equiv = self.mean_over_layers(view1, view2, maps1, maps2)
+        equiv = self.equiv_of_pair(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-    def mean_over_layers(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
+    def equiv_of_pair(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
         """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
         g = relative(view2.geometry, view1.geometry)
         losses = []
@@ -929,7 +930,7 @@ def make_encoder(args: Namespace) -> ViT:
                args.cls_layer)
 
 
-def seeded_encoder(args: Namespace) -> ViT:
+def seed_and_make_encoder(args: Namespace) -> ViT:
     """The encoder with the first weights of a run. It seeds torch's global generator."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
@@ -937,7 +938,7 @@ def seeded_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seeded_encoder(args)     # it seeds torch, for the next two lines as well
+    encoder = seed_and_make_encoder(args)     # it seeds torch, for the next two lines as well
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -982,7 +983,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder of a checkpoint of any method, in eval mode."""
+    """The encoder, in eval mode. A checkpoint of any method has it apart from the model."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
@@ -997,7 +998,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "steps", "b2",                           # they follow from settings that are compared
-        "device",                                # a run may move from one to the other
+        "device",                                # a run may move, with the same --bf16
         "code")                                  # it is reported, below
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1130,7 +1131,7 @@ def checksum(texts: Sequence[str]) -> str:
 # the script that runs, such as paper/methods/dino.py. It is taken when the program starts, as
 # the files may be edited while it runs.
 SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)     # a notebook has none
-SOURCES = [path for path in (__file__, SCRIPT) if os.path.isfile(path)]
+SOURCES = [path for path in dict.fromkeys([__file__, SCRIPT]) if os.path.isfile(path)]
 CODE_CHECKSUM = checksum([Path(path).read_text(errors="replace") for path in SOURCES])
 
 

@@ -337,7 +337,7 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     x[:, :, 15] = 128 / 255
 
     settings = ViewSettings(224, (0.08, 1.0), p_blur=0.5, p_solarize=0.5)
-    dataset = ser.Dataset(pixels(64, 3, 2, 2), [settings], seed=3)
+    dataset = ser.ViewDataset(pixels(64, 3, 2, 2), [settings], seed=3)
     (_, aug), = default_collate([dataset[0, i, True] for i in range(64)])
 
     order = torch.tensor([2, 0, 3, 1])
@@ -1145,7 +1145,7 @@ def tree(tmp_path_factory):
 
 def write_checkpoint(folder, **changes):
     args = toy(**changes)
-    weights = shake(ser.seeded_encoder(args), args.seed).state_dict()
+    weights = shake(ser.seed_and_make_encoder(args), args.seed).state_dict()
     ser.save(folder / "last.pt", step=7, settings=vars(args), encoder=weights)
     return folder / "last.pt"
 
@@ -1431,7 +1431,7 @@ def synthetic(tmp_path_factory):
     shape = dict(image_size=8, depth=4, cls_layer=3, seed=3)
     path = write_checkpoint(tmp_path_factory.mktemp("synthetic"), **shape)
     eval_linear.evaluate(eval_linear.parse(["--checkpoint", str(path), "--epochs", "1"]))
-    untrained = ser.seeded_encoder(toy(**shape)).eval()
+    untrained = ser.seed_and_make_encoder(toy(**shape)).eval()
     encoders = dict(untrained=untrained, trained=ser.load_encoder(path))
     return results_of(path.parent), head_of(path.parent), encoders
 

@@ -97,9 +97,9 @@ def build(args: Namespace) -> AugSelf:
     return AugSelf(ser.build(args).base, args)
 
 
-def dataset(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
+def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T."""
-    return ser.Dataset(source, addon.view_settings(args), args.seed)
+    return ser.ViewDataset(source, addon.view_settings(args), args.seed)
 
 
 if __name__ == "__main__":

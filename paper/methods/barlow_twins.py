@@ -94,7 +94,7 @@ class BarlowTwins(nn.Module):
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run: Barlow Twins + SER."""
-    base = BarlowTwins(ser.seeded_encoder(args), args)
+    base = BarlowTwins(ser.seed_and_make_encoder(args), args)
     return ser.SER(base, args.equiv_layers, args.weight, args.temperature)
 
 

@@ -210,7 +210,7 @@ class DINO(nn.Module):
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run: DINO + SER."""
-    base = DINO(ser.seeded_encoder(args), args)
+    base = DINO(ser.seed_and_make_encoder(args), args)
     return ser.SER(base, args.equiv_layers, args.weight, args.temperature)
 
 

@@ -94,7 +94,7 @@ class EquiMod(addon.AddOn):
         return (forth + back) / 2
 
 
-class WithPlain(ser.Dataset):
+class WithPlain(ser.ViewDataset):
     """The views of T, then the plain image: a centre crop, neither flipped nor jittered."""
     def __getitem__(self, key: tuple) -> list:
         _, index, _ = key

@@ -82,11 +82,11 @@ def build(args: Namespace) -> ESSL:
     return ESSL(ser.build(args).base, args)
 
 
-def dataset(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
+def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T, and the small crop."""
     # Choice: blur is proportional to the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
     small = ViewSettings(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
-    return ser.Dataset(source, addon.view_settings(args) + [small], args.seed)
+    return ser.ViewDataset(source, addon.view_settings(args) + [small], args.seed)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
+def six_views(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).view_settings
     # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
@@ -43,7 +43,7 @@ def six_views(source: list[str] | Tensor, args: Namespace) -> ser.Dataset:
     # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
     # Choice: blur is as likely as in DINO and the release; grayscale is as in DINO alone.
     local = ser.ViewSettings(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
-    return ser.Dataset(source, [first, second, local, local, local, local], args.seed)
+    return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 
 
 class MultiCrop(ser.MoCoV3):
@@ -74,14 +74,14 @@ class MultiCropSER(ser.SER):
 
         equiv = 0.0
         for i in range(0, len(views), 2):
-            equiv = equiv + self.mean_over_layers(views[i], views[i + 1], maps[i], maps[i + 1])
+            equiv = equiv + self.equiv_of_pair(views[i], views[i + 1], maps[i], maps[i + 1])
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
 
 def build(args: Namespace) -> MultiCropSER:
     """The model of a run."""
-    base = MultiCrop(ser.seeded_encoder(args), hidden=args.moco_hidden)
+    base = MultiCrop(ser.seed_and_make_encoder(args), hidden=args.moco_hidden)
     return MultiCropSER(base, args.equiv_layers, args.weight, args.temperature)
 
 

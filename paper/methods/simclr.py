@@ -51,7 +51,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def build(args: Namespace) -> ser.SER:
     """The model of a run: SimCLR + SER."""
-    base = SimCLR(ser.seeded_encoder(args))
+    base = SimCLR(ser.seed_and_make_encoder(args))
     return ser.SER(base, args.equiv_layers, args.weight, args.temperature)
 
 

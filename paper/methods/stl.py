@@ -37,7 +37,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return addon.parse(argv, addon.arguments("stl", weight=1.0, temperature=0.2))
 
 
-class Pairs(ser.Dataset):
+class Pairs(ser.ViewDataset):
     """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view.
     A DataLoader hands all keys of a batch to __getitems__."""
     def __getitems__(self, keys: list[tuple]) -> list:

@@ -13,7 +13,7 @@ import ser
 from paper.methods.addon import PLAIN
 
 
-class Turned(ser.Dataset):
+class Turned(ser.ViewDataset):
     """The data set of a run, where views of b1 are turned after their crop. rho_g turns b2."""
     def sample_views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
         views = super().sample_views(image, item)

@@ -34,7 +34,7 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
         assert f"--plain {script} --image-size" in " ".join(words)
         assert ser.parse(words[words.index("--image-size"):]) == wanted, name
 
-    parameters = ser.seeded_encoder(wanted).parameters()
+    parameters = ser.seed_and_make_encoder(wanted).parameters()
     assert sum(p.numel() for p in parameters) == pytest.approx(1.2e6, rel=0.02)
     heads = [eval_linear.parse(words[2:]) for words in lines[1:4]]
     assert [(one.cache, one.equivariance, one.seed) for one in heads] == [

@@ -97,7 +97,7 @@ def test_settings_reach_the_model_and_the_images(name):
     build, dataset, *_ = recipe(name)
     model = build(args)
     assert dataset([], args).seed == 5
-    assert same(model.base.encoder.state_dict(), ser.seeded_encoder(args).state_dict())
+    assert same(model.base.encoder.state_dict(), ser.seed_and_make_encoder(args).state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 

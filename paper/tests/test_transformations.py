@@ -73,7 +73,7 @@ def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeyp
     line = f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000"
     call(transformations, line, flags)
     assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
-    encoders = {"trained": ser.load_encoder(path), "untrained": ser.seeded_encoder(toy())}
+    encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
     weights = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
     for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
