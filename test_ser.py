@@ -877,9 +877,8 @@ def test_a_wrong_batch_is_told_with_a_way_out(images, ranks, size, ratio, name):
     ser.check_settings(args, images, ranks)
 
 
-@parametrize("name, value", [
-    ("image_size", 18), ("dim", 17), ("cls_layer", 3), ("cls_layer", -1),
-    ("equiv_layers", [4]), ("ratio", 0.999), ("batch_size", 2)])
+@parametrize("name, value", [("image_size", 18), ("dim", 17), ("cls_layer", 3), ("cls_layer", -1),
+                             ("equiv_layers", [4]), ("ratio", 0.999), ("batch_size", 2)])
 def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value, folder, tmp_path):
     told = sentence(ser.train, toy(folder, tmp_path, **{name: value}))
     assert told.startswith(f"--{name.replace('_', '-')} {value}: ")
@@ -1561,9 +1560,8 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
     assert "class0" in sentence(eval_linear.load_sets, args, 16)
 
 
-@parametrize("flags, told", [
-    ("--checkpoint last.pt", "add --data"),
-    ("--data . --checkpoint last.pt --out LOCKED", "LOCKED")])
+@parametrize("flags, told", [("--checkpoint last.pt", "add --data"),
+                             ("--data . --checkpoint last.pt --out LOCKED", "LOCKED")])
 def test_an_evaluation_refuses_before_the_work(flags, told, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "load_sets", lambda *_: pytest.fail("it began"))
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "LOCKED")
