@@ -88,7 +88,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     def f1(x: Tensor) -> Tensor:
         return eval_linear.map_after(encoder, layer, x.to(device))
 
-    values = {f"matching, {name}, %": matched(f1, images, warp, size, encoder.patch_size, name)
+    values = {f"{name} matching %": matched(f1, images, warp, size, encoder.patch_size, name)
               for name, warp in WARPS.items()}
     rows = eval_linear.make_rows(values, "val", None, layer)
     eval_linear.write(path, rows, args, checkpoint, eval_linear.describe({"val": folder}))

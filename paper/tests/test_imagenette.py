@@ -15,6 +15,7 @@ from test_ser import sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
+MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --epochs"
 TINY = f"--show {ROWS.replace('imagenette.json', 'tiny.json')} --epochs 16 --ratio 0.0625"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
@@ -149,9 +150,13 @@ def tables(out, capsys, *flags):
 
 def printed_title(title):
     """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
+    warps = {"rotated by": "degrees", "sheared": "shear", "in perspective": "perspective"}
+    for shown, name in warps.items():
+        if title.startswith(shown):
+            return f"{title.removeprefix('rotated by ')} matching %, block 6".replace(shown, name)
     if "block" in title:
         kind, element, block = title.replace(" %,", ",").removesuffix(", %").split(", ")
-        return f"{element} {kind}{' %' * ('retrieval' in kind)}, {block}"
+        return f"{element} {kind}{' %' * (kind != 'cosine')}, {block}"
     kind = title.replace("MLP", "mlp").replace("pixel accuracy", "top-1")
     if ", rotated" in title:
         kind = "turned " + re.sub(", rotated (images|scenes)", "", kind)
@@ -192,9 +197,10 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
     ("README.md", "| ten classes, % |",
      "retrieval with jitter, rot90, block 6; retrieval with jitter, hflip, block 6; "
-     "retrieval with jitter, scale, block 6; linear; linear, rotated images; "
-     "linear segmentation, pixel accuracy %; linear segmentation, rotated scenes, pixel accuracy %",
-     "--epochs 100"),
+     "retrieval with jitter, scale, block 6; linear; linear, rotated images", "--epochs 100"),
+    ("README.md", "| ten epochs: patches", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
+    ("paper/README.md", "| matching, ten", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
+    ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
     ("paper/README.md", "| 200 classes, 16",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("paper/README.md", "| CamVid, 200",

@@ -49,7 +49,7 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     for flags in ("--layer 1", ""):
         call(matching, f"--data {val} --checkpoint {path} {flags}")
     rows = values(tmp_path / "matching.json", block=3)
-    assert list(rows) == [f"matching, {name}, %" for name in matching.WARPS]
+    assert list(rows) == [f"{name} matching %" for name in matching.WARPS]
     assert list(values(tmp_path / "matching.json", block=1)) == list(rows)
     assert pairs == [2] * 2 * 5 * 6     # blocks, warps, images
 
@@ -57,4 +57,4 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     images = torch.stack([image for image, _ in folder]) / 255
     f1 = partial(eval_linear.map_after, ser.load_encoder(path), 3)
     again = matching.matched(f1, images, matching.WARPS["shear"], 16, 4, "shear")
-    assert rows["matching, shear, %"] == again
+    assert rows["shear matching %"] == again
