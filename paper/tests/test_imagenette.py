@@ -1,6 +1,7 @@
 import json
 import re
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from PIL import Image
 
 import eval_linear
 import ser
-from paper.evaluations import load_several
+from paper.evaluations import load_several, matching
 from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
 from test_ser import sentence, write_image
@@ -150,10 +151,6 @@ def tables(out, capsys, *flags):
 
 def printed_title(title):
     """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
-    warps = {"rotated by": "degrees", "sheared": "shear", "in perspective": "perspective"}
-    for shown, name in warps.items():
-        if title.startswith(shown):
-            return f"{title.removeprefix('rotated by ')} matching %, block 6".replace(shown, name)
     if "block" in title:
         kind, element, block = title.replace(" %,", ",").removesuffix(", %").split(", ")
         return f"{element} {kind}{' %' * (kind != 'cosine')}, {block}"
@@ -198,7 +195,6 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("README.md", "| ten classes, % |",
      "retrieval with jitter, rot90, block 6; retrieval with jitter, hflip, block 6; "
      "retrieval with jitter, scale, block 6; linear; linear, rotated images", "--epochs 100"),
-    ("README.md", "| ten epochs: patches", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, ten", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
     ("paper/README.md", "| 200 classes, 16",
@@ -218,6 +214,17 @@ def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_
             shown = numbers(cell)
             kept = 4 if "(" in cell else 2 if "±" in cell else 1     # mean, std, both of the gain
             assert shown == pytest.approx(numbers(printed[line][run])[:kept]), (title, column)
+
+
+def test_readmes_matches_are_what_is_printed(tmp_path, capsys):
+    printed = [next(tables(tmp_path, capsys, *f"{MATCHING} {n}".split())) for n in (10, 100)]
+    runs = [*product(printed[:1], ["MoCo-v3", "turned", "control", "SER"]),
+            *product(printed[1:], ["turned", "control", "SER", "turned-SER"])]
+    shown = readme_table("README.md", "| patches matched").values()
+    for warp, cells in zip(matching.WARPS, shown, strict=True):
+        line = f"{warp} matching %, block 6"
+        for (table, run), cell in zip(runs, cells, strict=True):
+            assert numbers(cell) == numbers(table[line][run])[:1], (warp, run)
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
