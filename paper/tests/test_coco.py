@@ -62,7 +62,7 @@ def test_a_small_detector_finds_squares(tmp_path):
         objects.append((category, [i % 5 * 4, i % 7 * 2, side, side], 0))
     write_split(tmp_path, "train2017", objects)
     write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
-    line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 160 --batch-size 2"
+    line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 2"
     call(coco, line, "--base-lr 3e-3")
 
     found = values(tmp_path / "coco.json", set="val2017", classes=2)
