@@ -16,7 +16,7 @@ from test_ser import sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
-MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --epochs"
+MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --seeds 0 --epochs"
 TINY = f"--show {ROWS.replace('imagenette.json', 'tiny.json')} --epochs 16 --ratio 0.0625"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
