@@ -182,7 +182,6 @@ class ClassFolder(ImageFolder):
         if set(names).isdisjoint(folders):
             # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
             names = [str(label) for label in range(len(names))]
-            print(f"{directory}: folder 0 is taken as the first class of training, and so on")
 
         for folder in folders:
             if folder not in names:

@@ -1225,7 +1225,7 @@ def print_plan(run: Namespace, start: int) -> None:
         blocks = ", ".join(map(str, run.equiv_layers))
         line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
     else:
-        line += "; there is no L_equiv, whatever --weight says"
+        line += "; there is no L_equiv"     # --weight may be that of another method's loss
     print(line)
 
 

@@ -144,7 +144,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             elif {row.get("code") for row in before} != {eval_linear.CODE_CHECKSUM}:
                 print(f"{out} was evaluated by other code; to do it anew, delete its eval.json")
             if not args.print:
-                found += own_rows(words, out, images)
+                found += before or own_rows(words, out, images)
 
         own = means(found, run.name, seed, blocks)
         if own:
