@@ -31,7 +31,10 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments("folder of CLASS/..., as val")
     parser.add_argument("--layer", type=ser.count, help="block of the tokens; none: the last")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.seed != 0:
+        parser.error("--seed: all encoders are shown the same warps")
+    return args
 
 
 def warped(image: Tensor, warp: v2.Transform, size: int) -> tuple[Tensor, Tensor]:

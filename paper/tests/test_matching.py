@@ -52,6 +52,8 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     assert list(rows) == [f"{name} matching %" for name in matching.WARPS]
     assert list(values(tmp_path / "matching.json", block=1)) == list(rows)
     assert pairs == [2] * 2 * 5 * 6     # blocks, warps, images
+    with pytest.raises(SystemExit):
+        call(matching, f"--data {val} --checkpoint {path} --seed 1")     # it would change nothing
 
     folder = eval_linear.ClassFolder(val, eval_linear.eval_transform(32))
     images = torch.stack([image for image, _ in folder]) / 255
