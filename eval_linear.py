@@ -53,7 +53,7 @@ import ser
 from ser import ViT, rho
 
 # Rows hold this checksum. That of the code that trained is among the settings of the checkpoint.
-CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
+CODE_CHECKSUM = ser.code_checksum(ser.__file__, __file__)
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -64,14 +64,15 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR",
-        help="further sets to score, of uncropped images, whose centre is taken as that of val")
+        help="further sets to score, of whole images, which are cropped as those of val")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true",
-        help="20-NN alone, without heads unless --mlp or --cache is given")
-    add("--equivariance", action="store_true", help="equivariance after every block")
+        help="no heads, unless --mlp or --cache is given, but 20-NN, which goes with heads anyway")
+    add("--equivariance", action="store_true",
+        help="equivariance after every block; alone, without heads and 20-NN")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
@@ -165,28 +166,26 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-class ClassFolder(ImageFolder):
-    """The images root/CLASS/... The label of a class is its place in `classes`, those of the
-    training images or, if none are given, in the sorted list of the folders of root. ImageFolder
-    asks `find_classes` for the labels when it is made."""
-    def __init__(self, root: str | Path, transform: Callable | None, classes: Sequence[str] = ()):
-        if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.classes_of_training = classes
-        super().__init__(root, transform, loader=ser.read_image)
+def class_folder(root: str | Path, transform: Callable | None = None,
+                 classes: Sequence[str] = ()) -> ImageFolder:
+    """The images root/CLASS/... The label of a class is its place in `classes`, those of
+    the training images. Without them, it is its place among the sorted folders of root."""
+    if not os.path.isdir(root):
+        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
+    images = ImageFolder(root, transform, loader=ser.read_image)
+    if not classes:
+        return images
 
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """The folders below `directory`, and their labels."""
-        folders, _ = super().find_classes(directory)
-        names = self.classes_of_training or folders
-        if set(names).isdisjoint(folders):
-            # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
-            names = [str(label) for label in range(len(names))]
+    if set(classes).isdisjoint(images.classes):
+        # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
+        classes = [str(label) for label in range(len(classes))]
+    for folder in images.classes:
+        if folder not in classes:
+            sys.exit(f"{root}: the training images have no class {folder}")
 
-        for folder in folders:
-            if folder not in names:
-                sys.exit(f"{directory}: the training images have no class {folder}")
-        return folders, {folder: names.index(folder) for folder in folders}
+    labels = [classes.index(folder) for folder in images.classes]
+    images.samples = [(path, labels[place]) for path, place in images.samples]
+    return images
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -199,12 +198,12 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = ClassFolder(train, centre)
+    train_centre = class_folder(train, centre)
     classes = train_centre.classes
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
+    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
         # Rows called "train", or "crops" of paper/evaluations/bench3die.py, are of training images.
@@ -212,8 +211,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
         if not folder or name in taken:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
                      f"{', '.join(taken)}")
-        tests[name] = ClassFolder(folder, centre, classes)
-    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
+        tests[name] = class_folder(folder, centre, classes)
+    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
 
 
 def describe(sets: dict[str, Dataset]) -> str:
@@ -244,7 +243,7 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
-def autocast(x: Tensor) -> torch.autocast:
+def precision(x: Tensor) -> torch.autocast:
     """The precision of matrix products. Choice: bfloat16 on GPUs that have it, else float32."""
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.autocast(x.device.type, torch.bfloat16, bf16)
@@ -262,7 +261,7 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     `feature_blocks`, side by side, so that the last D columns are of the last
     block. Choice: they pass the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    with autocast(x):
+    with precision(x):
         cls_at = encoder(x, feature_blocks(encoder)).cls_at
         features = [encoder.norm(cls) for cls in cls_at.values()]
     return torch.cat(features, dim=1).float()
@@ -402,8 +401,8 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
-    g = g2 g1^-1 is sampled as in training, so some images stay as they are. Choice, unlike
-    A.2: x is not scaled by g1 before, so g scales it by the factor of g2 alone."""
+    g = g2 g1^-1 is sampled as in training. It leaves some images as they are. Choice, unlike
+    A.2: a g scales x by the factor of g2 alone, and not by that of g2 over that of g1."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -436,7 +435,6 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as the tokens of one that stays would all find
         # themselves. A scaling may happen to end with the size of before.
-        # The generator is that of g2 in `cosine`.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -465,7 +463,7 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own,
     from the ranges of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    zeros = torch.zeros(len(x))     # what the jitter reads must be tensors
+    zeros = torch.zeros(len(x))     # no grayscale, blur or solarization
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
@@ -573,7 +571,8 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
                 "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(sets.classes), "lr": lr}
 
-    # Choice: scores are among all classes, and among those of the set, as ImageNet-R's authors.
+    # Choice: scores are among all classes, and also among those of the set if it has fewer, as
+    # the 200 of ImageNet-R, whose authors score it so.
     rows = []
     for name, test in tests.items():
         all_classes = torch.arange(len(sets.classes)).to(test.y)
@@ -608,8 +607,8 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class. If val has
-    # fewer, they are as many as make whole parts, or all if they make none.
+    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer images, some
+    # are left out, so that all parts have the same size.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE
@@ -645,7 +644,7 @@ def evaluate(args: Namespace) -> list[dict]:
     pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
-    elif not args.data:     # Choice: of turns after f1, where L_equiv is by default, or block 1
+    elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, run.cls_layer))]
 
     checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}

@@ -8,7 +8,8 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    made by crops, flips and photometric jitter (T), views of b2 by motions from
                    a group G, which can be undone, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
-                   Unlike Eq. 3, it is one mean over b1 and b2, for a reason in section 6
+                   Unlike Eq. 3, it is one mean over b1 and b2, or an image of b2 would weigh
+                   84 times as much as one of b1
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -20,9 +21,9 @@ Usage:
 
 Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2,
 and `equivariance_loss`, which ends section 4. Numbers such as (3.1) are sections of the
-paper. Its settings in 4.1 are those of MoCo-v3, but for batch, epochs and warmup. We take
-them from MoCo-v3's code and from the ViT-S commands in its CONFIG.md, except where a comment
-says otherwise.
+paper. Its 4.1 keeps the settings of MoCo-v3, but for batch, epochs and warmup, so who departs
+from MoCo-v3 departs from the paper. We take them from MoCo-v3's code and from the ViT-S
+commands in its CONFIG.md, except where a comment says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -33,7 +34,7 @@ Comments have three tags:
 no gradient (see README.md), but it says what the paper leaves open.
 
 Axes:
-    B        images of a tensor on one rank: B1 of b1 and B2 of b2
+    B        images in a tensor; a rank has B1 of b1 and B2 of b2
     R        ranks, the processes of torchrun, one for each GPU
     C h w    channels (3 in images), rows and columns of images; S x S for a square view
     N H W    tokens of a map, its rows and its columns; N = H W
@@ -121,7 +122,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     # precision. So half precision becomes float32 here, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
-    # Choice, unlike MoCo-v3 (4.1), which resizes by Pillow: PyTorch's bilinear resize.
+    # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -143,7 +144,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # It is made contiguous, as the last bits of a resize depend on the order in memory.
+    # It is made contiguous, as a resize of strided memory differs in the last bits.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -152,7 +153,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
-    then resizes them to the grid of view 2. It has no factor that would scale other maps."""
+    then resizes them to the grid of view 2. As that is a size and not a factor, g is for view 1
+    alone: it would scale maps of another size by another factor."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
     # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
@@ -176,9 +178,9 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as
-    they gather tokens, equally many. So each of them samples the motions of all ranks, with
-    the generator `shared`, which is seeded alike everywhere, and keeps its own part."""
+    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as they
+    gather tokens and need equally many. So each rank samples the motions of all, with the
+    generator `shared`, which is seeded alike everywhere, and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -237,7 +239,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #
 # The operations of T are MoCo-v3's, which flips last, with the same result:
 #
-#     operation           where        probability    T_eq, for b2, has
+#     operation           done in      probability    T_eq, for b2, has
 #     a random crop       loader       1              the whole image, as a square
 #     a horizontal flip   loader       P_FLIP         flip, turns, scaling, in make_views
 #     a colour jitter     make_views   P_COLOUR       the same
@@ -260,7 +262,7 @@ SOLARIZE_FROM = 128 / 255      # values in [0, 1], from which on they are invert
 
 
 class ViewSettings(NamedTuple):
-    """Settings of T that differ between views. Size and area do so with 2 + 4 views alone."""
+    """Settings of T for one view. In paper/methods/multicrop.py, views also differ in size."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -299,8 +301,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice:
-    # it is a square first, which rho_g resizes again.
+    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice: it
+    # is a square here, too, so that a batch is one tensor, and rho_g resizes it again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -358,16 +360,18 @@ class View(NamedTuple):
 
 def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
                step: int) -> list[View]:
-    """Move b2 by rho_g, and jitter all images. loaded: for each view the pixels,
-    (B, 3, S, S) uint8 of b1, then b2, on the device, and their Augmentation, on the
-    CPU, which can then look up what to blur without waiting for a GPU."""
+    """Move b2 by rho_g, and jitter all images.
+
+    loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
+        their Augmentation. It is on the CPU, so that what to blur is known without waiting
+        for a GPU."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
     for view_number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         B1 = len(images) - B2     # `batch_items` puts b1 first
-        # Choice, unlike MoCo-v3 (4.1): for speed, all images of a view share one order.
+        # Choice, unlike MoCo-v3: for speed, all images of a view share one order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:B1] for field in aug])
@@ -387,11 +391,18 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
     return views
 
 
-# The photometric jitter. If you read for the method, go on with section 3.
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
+def normalise(x: Tensor) -> Tensor:
+    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
+    if not x.is_floating_point():
+        raise ValueError(f"images are {x.dtype}: divide them by 255")
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+
+# The photometric jitter. If you read for the method, go on with section 3.
 def add_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
     """Add the jitter of a view to what was sampled for it."""
     if random.random() < P_COLOUR:
@@ -408,41 +419,34 @@ def add_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
     return aug._replace(gray=gray, solarize=solarize)
 
 
-def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
-    if not x.is_floating_point():
-        raise ValueError(f"images are {x.dtype}: divide them by 255")
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-
-
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    def column(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), where flags become 0 and 1
+    def floats(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), where flags become 0 and 1
         return per_image(field, x).to(x.dtype)
 
     # These are the operations of torchvision's colour jitter, with a factor of its
     # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
-    # is, bit for bit. Choice, unlike MoCo-v3 (4.1), which jitters bytes: floats.
+    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
     operations = ("brightness", "contrast", "saturation", "hue")
     for number in order.tolist():
         operation = operations[number]
         if operation == "brightness":       # towards black, or away from it
-            x = (column(aug.brightness) * x).clamp(0, 1)
+            x = (floats(aug.brightness) * x).clamp(0, 1)
         elif operation == "contrast":       # towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, column(aug.contrast)).clamp(0, 1)
+            x = mean.lerp(x, floats(aug.contrast)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, column(aug.saturation)).clamp(0, 1)
+            x = rgb_to_grayscale(x).lerp(x, floats(aug.saturation)).clamp(0, 1)
         elif operation == "hue":
-            x = shift_hue(x, column(aug.hue))
+            x = shift_hue(x, floats(aug.hue))
 
-    x = torch.where(column(aug.gray) > 0, rgb_to_grayscale(x), x)
+    x = torch.where(floats(aug.gray) > 0, rgb_to_grayscale(x), x)
 
     to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
     if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], column(aug.blur)[to_blur])
+        x[to_blur] = gaussian_blur(x[to_blur], floats(aug.blur)[to_blur])
 
-    inverted = (column(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
+    inverted = (floats(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
 
@@ -469,10 +473,10 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3 (4.1), which blurs by Pillow, whose Gaussian is made of boxes.
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel ends at three times the largest sigma, rounded up. That is at 6
-    # pixels in a view of 224, and a little later in images of b2 that were scaled up.
+    # Choice: the kernel reaches to three times the largest sigma, rounded up. These are 6
+    # pixels in a view of 224, and a few more in images of b2 that were scaled up.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -527,8 +531,9 @@ class Encoded(NamedTuple):
 
 
 class ViT(nn.Module):
-    """f = f2 . f1, a ViT whose [CLS] enters after block `cls_layer`; 0 is the input. f1 are the
-    blocks before it. L_equiv acts at their end, but in some ablations of the paper elsewhere."""
+    """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the others
+    are f2. With cls_layer 0, it is a plain ViT. L_equiv acts at the end of f1, but in some
+    ablations of the paper elsewhere."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -551,7 +556,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
-                for matrix in module.weight.flatten(1).chunk(matrices):
+                for matrix in module.weight.flatten(1).chunk(matrices):     # views of the weight
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
@@ -651,9 +656,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     A.4 "other images and spatial locations", which may mean tokens of the same image, too.
 
     z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2).
-    Anchors are those of this rank, and keys those of all ranks, so the mean over
-    ranks is the loss of the whole batch. It is computed in fp32. Raises ValueError
-    if the shapes differ, or there is but one image in all."""
+    Anchors are the z of this rank alone, as 3.3 has one direction. Keys are z and z' of
+    all ranks, so the mean over ranks is the loss of the whole batch. It is computed in
+    fp32. Raises ValueError if the shapes differ, or there is but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
@@ -722,8 +727,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
     without affine parameters."""
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is.
-    # On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
+    # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         if layers:     # between two layers
@@ -735,7 +740,7 @@ def mlp(*widths: int) -> nn.Sequential:
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
-    # Choice, unlike MoCo-v3 (4.1), which multiplies in half precision: fp32.
+    # Choice, unlike MoCo-v3, which multiplies in half precision: fp32.
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = gather(F.normalize(k.float(), dim=1))
@@ -803,8 +808,8 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share
-        # one mean and all keys, as in the release. With two means, an image of b2
-        # would weigh 84 times as much as one of b1, if 24 are in b2 and 2,024 in b1.
+        # one mean and all keys, as in the release. With two means, an image of b2 would
+        # weigh 84 times as much as one of b1, as there are 24 of b2 and 2,024 of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -880,7 +885,7 @@ def arguments() -> ArgumentParser:
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
     add("--seed", int, 0, "seed of the run")
-    # Choice, unlike MoCo-v3 (4.1), which has fp16: bfloat16, which needs no scaled loss.
+    # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
@@ -1127,12 +1132,16 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-# Logs, checkpoints and results hold a checksum of the code that made them, which is this file and
-# the script that runs, such as paper/methods/dino.py. It is taken when the program starts, as
-# the files may be edited while it runs.
-SCRIPT = getattr(sys.modules["__main__"], "__file__", __file__)     # a notebook has none
-SOURCES = [path for path in dict.fromkeys([__file__, SCRIPT]) if os.path.isfile(path)]
-CODE_CHECKSUM = checksum([Path(path).read_text(errors="replace") for path in SOURCES])
+def code_checksum(*paths: str) -> str:
+    """A checksum of source files. What is no file, such as "-c", is left out."""
+    return checksum([
+        Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
+
+
+# Logs and checkpoints hold a checksum of the code that made them, which is this file and the
+# script that runs, such as paper/methods/dino.py. It is taken when the program starts, as the
+# files may be edited while it runs.
+CODE_CHECKSUM = code_checksum(__file__, sys.argv[0])
 
 
 def read_image(path: str) -> Tensor:
@@ -1156,8 +1165,8 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
 
     axis = torch.linspace(-1, 1, size)
-    x = axis + left - 0.5
-    y = axis[:, None] + top - 0.5
+    x = axis + left - 0.5               # (n, 1, size)
+    y = axis[:, None] + top - 0.5       # (n, size, 1)
 
     angle = 2 * math.pi * direction
     frequency = 7 + 7 * scale
@@ -1219,7 +1228,7 @@ def print_plan(run: Namespace, start: int) -> None:
     precision = "bfloat16" if run.bf16 else "float32"
     line = f"{run.ranks} x {run.device} in {precision}; [CLS] enters after block {run.cls_layer}"
     if run.equiv_layers:
-        # The value where all embeddings are equal, and no view is scaled.
+        # At chance, all logits are equal. The number of tokens is that of unscaled views.
         tokens = (run.image_size // run.patch_size) ** 2
         chance = math.log(1 + 2 * tokens * (run.b2 - 1))
         blocks = ", ".join(map(str, run.equiv_layers))

@@ -841,7 +841,7 @@ def test_the_defaults_are_the_papers():
     assert eval_linear.eval_transform(32).transforms[0].size == [37]
     assert (full.epochs, full.batch_size, eval_linear.parse([]).batch_size) == (50, 1024, 64)
     assert full.checkpoint == ser.parse([]).out + "/last.pt"
-    assert eval_linear.autocast(torch.empty(0)).fast_dtype == torch.bfloat16
+    assert eval_linear.precision(torch.empty(0)).fast_dtype == torch.bfloat16
 
 
 def test_small_settings_are_for_synthetic_images():
@@ -1336,7 +1336,7 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
-    folder = eval_linear.ClassFolder(tmp_path, None, classes.split())
+    folder = eval_linear.class_folder(tmp_path, None, classes.split())
     assert [label for _, label in folder] == wanted
 
 

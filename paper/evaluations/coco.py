@@ -78,7 +78,7 @@ class Pyramid(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
         # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
-        with eval_linear.autocast(images):
+        with eval_linear.precision(images):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
             # training, tokens attend to the padding between an image and the batch's largest.
             x = eval_linear.map_after(self.encoder, self.encoder.depth, images)

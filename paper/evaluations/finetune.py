@@ -61,7 +61,7 @@ class Classifier(nn.Module):
         self.head = eval_linear.make_head(encoder.dim, classes)[0]
 
     def forward(self, images: Tensor) -> Tensor:
-        with eval_linear.autocast(images):
+        with eval_linear.precision(images):
             x = ser.normalise(images / 255)
             cls = self.encoder(x).cls
         return self.head(cls.float())     # in bfloat16, classes would tie

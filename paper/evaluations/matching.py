@@ -84,7 +84,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     layer = args.layer or encoder.depth
 
     # Choice: of the photograph, the middle half is seen, so that no corners come in.
-    folder = eval_linear.ClassFolder(args.data, eval_linear.eval_transform(2 * size))
+    folder = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
     chosen = torch.linspace(0, len(folder) - 1, min(512, len(folder))).long().tolist()
     images = torch.stack([folder[index][0] for index in chosen]) / 255
 
