@@ -15,9 +15,9 @@ other things:
     --equivariance     none      -                   no      after every block       minutes
     without --data     linear    whole images        yes     of turns, after f1      seconds
 
---equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
-everything is measured twice, for the trained encoder and for the untrained one that its run
-began with. So heads are trained for both.
+--equivariance and --knn can be added to --cache and --mlp, and to each other. Where equivariance
+is measured, everything is measured twice, for the trained encoder and for the untrained one
+that its run began with. So heads are trained for both.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -53,7 +53,7 @@ import ser
 from ser import ViT, rho
 
 # Rows hold this checksum. That of the code that trained is among the settings of the checkpoint.
-CODE_CHECKSUM = ser.code_checksum(ser.__file__, __file__)
+CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -70,9 +70,9 @@ def arguments() -> ArgumentParser:
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true",
-        help="no heads, unless --mlp or --cache is given, but 20-NN, which goes with heads anyway")
+        help="20-NN without heads; 20-NN is measured with heads anyway")
     add("--equivariance", action="store_true",
-        help="equivariance after every block; alone, without heads and 20-NN")
+        help="equivariance after every block, without heads and 20-NN")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
@@ -311,6 +311,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
+    All ranks train the same heads on all features, so no gradient is shared.
     centre: features of centre crops of the training images. `log` gets a line for each epoch."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
@@ -334,9 +335,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
         if args.cache or sets.train_random is None:
             x_train, y_train = centre
         else:
-            # Each rank encodes a part of the crops, gets those of the others, and
-            # trains all heads on all of them, alike everywhere. On ImageNet,
-            # features of a ViT-S are 8 GB, so those of the epoch before are freed.
+            # On ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
             x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
@@ -402,7 +401,7 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
     g = g2 g1^-1 is sampled as in training. It leaves some images as they are. Choice, unlike
-    A.2: a g scales x by the factor of g2 alone, and not by that of g2 over that of g1."""
+    A.2: x is not scaled yet, so g scales it by the factor of g2, not of g2 over g1."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -433,8 +432,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as the tokens of one that stays would all find
-        # themselves. A scaling may happen to end with the size of before.
+        # Every image is turned or flipped, as all tokens would be found in one that stays.
+        # A scaling may happen to end with the size of before.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -463,11 +462,11 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own,
     from the ranges of training, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    zeros = torch.zeros(len(x))     # no grayscale, blur or solarization
+    none = torch.zeros(len(x), dtype=torch.bool)
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
-        gray=zeros, blur=zeros, solarize=zeros)
+        gray=none, blur=none, solarize=none)
     return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
@@ -497,7 +496,7 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def read_results(path: Path) -> dict:
-    """The file of results that `write` adds to, or one without rows."""
+    """The file of results that `add_rows` adds to, or one without rows."""
     if path.exists():
         return json.loads(path.read_text())
     return {"checkpoints": {}, "rows": []}
@@ -513,7 +512,7 @@ def made_by(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
     return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 
 
-def write(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
+def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
           images: str) -> None:
     """Add rows to the file of results, each with what made it; images: as `describe` names
     them. A row replaces an older one that differs in its value and the code alone."""
@@ -665,7 +664,7 @@ def evaluate(args: Namespace) -> list[dict]:
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
         if rank == 0:
-            write(path, own_rows, args, measured, images)
+            add_rows(path, own_rows, args, measured, images)
             if saved_head and name == "trained":
                 origin = made_by(args, measured, images)
                 key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]

@@ -8,8 +8,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    made by crops, flips and photometric jitter (T), views of b2 by motions from
                    a group G, which can be undone, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
-                   Unlike Eq. 3, it is one mean over b1 and b2, or an image of b2 would weigh
-                   84 times as much as one of b1
+                   Choice, unlike Eq. 3: it is one mean over b1 and b2 (section 6)
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -21,9 +20,9 @@ Usage:
 
 Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2,
 and `equivariance_loss`, which ends section 4. Numbers such as (3.1) are sections of the
-paper. Its 4.1 keeps the settings of MoCo-v3, but for batch, epochs and warmup, so who departs
-from MoCo-v3 departs from the paper. We take them from MoCo-v3's code and from the ViT-S
-commands in its CONFIG.md, except where a comment says otherwise.
+paper. Its 4.1 keeps the settings of MoCo-v3, but for batch, epochs and warmup, so a departure
+from MoCo-v3 is one from the paper. We take them from MoCo-v3's code and from the ViT-S commands
+in its CONFIG.md, except where a comment says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -78,7 +77,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept
-    as the size of its result, not as a factor, so `rho` brings a map of any size there."""
+    as the size of its result, not as a factor. `rho` brings a map of any size to it."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, of which `rho` takes % 4
 
@@ -153,12 +152,13 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
-    then resizes them to the grid of view 2. As that is a size and not a factor, g is for view 1
-    alone: it would scale maps of another size by another factor."""
-    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M,
-    # which come first, and ti (`turns`) quarter turns Q. As M M = 1 and M Q = Q^-1 M,
-    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^(t2 - s t1) M^(m1 xor m2),
-    # where s is -1 if one of the views alone is flipped, else 1.
+    then resizes them to the grid of view 2. From the grid of view 1, that is a scaling by the
+    factor of g2 over that of g1. Maps of another size are scaled by another factor."""
+    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which
+    # come first, and ti (`turns`) quarter turns Q. So
+    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^t2 M^m Q^-t1    with m = m1 xor m2, as M M = 1
+    #                                      = Q^(t2 - s t1) M^m    as M Q = Q^-1 M,
+    # where s is -1 if m is 1, so if one of the views alone is flipped, else 1.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -270,8 +270,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for the view of an image, where the defaults do nothing. For
-    a batch, each field is a tensor (B,)."""
+    """What was sampled for the view of an image, where the defaults do nothing. PyTorch's
+    collate function then makes each field a tensor (B,), for a batch."""
     # The crop and its flip, which some baselines in paper/methods read. b2 has none.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -307,7 +307,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    return pixels, add_jitter(aug, settings)
+    return pixels, sample_jitter(aug, settings)
 
 
 @dataclass
@@ -363,8 +363,8 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
     """Move b2 by rho_g, and jitter all images.
 
     loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
-        their Augmentation. It is on the CPU, so that what to blur is known without waiting
-        for a GPU."""
+        their Augmentation, whose tensors are on the CPU, so that what to blur is known
+        without waiting for a GPU."""
     ranks, _ = ranks_and_rank()
     B2 = b2_per_rank(args, ranks)
     views = []
@@ -403,8 +403,8 @@ def normalise(x: Tensor) -> Tensor:
 
 
 # The photometric jitter. If you read for the method, go on with section 3.
-def add_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Add the jitter of a view to what was sampled for it."""
+def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
+    """Sample the jitter of a view, beside the crop that was sampled for it."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -421,32 +421,32 @@ def add_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    def floats(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1), where flags become 0 and 1
+    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
         return per_image(field, x).to(x.dtype)
 
     # These are the operations of torchvision's colour jitter, with a factor of its
     # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
     # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
     operations = ("brightness", "contrast", "saturation", "hue")
-    for number in order.tolist():
-        operation = operations[number]
+    for place in order.tolist():
+        operation = operations[place]
         if operation == "brightness":       # towards black, or away from it
-            x = (floats(aug.brightness) * x).clamp(0, 1)
+            x = (number(aug.brightness) * x).clamp(0, 1)
         elif operation == "contrast":       # towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, floats(aug.contrast)).clamp(0, 1)
+            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, floats(aug.saturation)).clamp(0, 1)
+            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
         elif operation == "hue":
-            x = shift_hue(x, floats(aug.hue))
+            x = shift_hue(x, number(aug.hue))
 
-    x = torch.where(floats(aug.gray) > 0, rgb_to_grayscale(x), x)
+    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
 
     to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
     if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], floats(aug.blur)[to_blur])
+        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
 
-    inverted = (floats(aug.solarize) > 0) & (x >= SOLARIZE_FROM)
+    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
 
@@ -585,7 +585,7 @@ class ViT(nn.Module):
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
             if layer in layers:
-                # Choice: no LayerNorm follows, not even after the last block.
+                # Choice: a map has passed no final LayerNorm, not even that of the last block.
                 patches = x[:, -(H * W):]     # all tokens but [CLS]
                 maps[layer] = patches.mT.unflatten(2, (H, W))
                 if layer > self.cls_layer:
@@ -609,8 +609,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
-    # Choice, unlike 3.3: LayerNorm, and linear layers without biases, as in the release.
-    # Choice: both layers have the same width.
+    # Choice: a LayerNorm, linear layers without biases, as in the release, and one width.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -651,14 +650,14 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine over the temperature. Choice: negatives are the tokens, of both
-    views, of *other* images alone, as 3.3 has it. Algorithm 1 has "other images/tokens", and
-    A.4 "other images and spatial locations", which may mean tokens of the same image, too.
+    where s is the cosine over the temperature. Paper: 3.3, negatives are the tokens, of both
+    views, of *other* images alone. But Algorithm 1 has "other images/tokens", and A.4 "other
+    images and spatial locations", which may mean tokens of the same image, too.
 
     z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2).
-    Anchors are the z of this rank alone, as 3.3 has one direction. Keys are z and z' of
-    all ranks, so the mean over ranks is the loss of the whole batch. It is computed in
-    fp32. Raises ValueError if the shapes differ, or there is but one image in all."""
+    Paper: 3.3, z alone are anchors. Those of this rank are compared with z and z' of all
+    ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
+    Raises ValueError if the shapes differ, or there is but one image in all."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
@@ -830,22 +829,30 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-def number(name: str, kind: Callable, low: float, high: float) -> Callable:
-    """A type of flags: a text -> a number from low to high, so neither nan nor inf.
-    Argparse tells its name, as in "--ratio: invalid share value: '2'"."""
-    def convert(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high:
-            raise ValueError(value)
-        return value
-    convert.__name__ = name
-    return convert
+# Types of flags, whose names argparse tells, as in "--ratio: invalid share value: '2'".
+def nonnegative(text: str, highest: float = sys.float_info.max) -> float:
+    value = float(text)
+    if not 0 <= value <= highest:     # nor nan or inf
+        raise ValueError
+    return value
 
 
-positive = number("positive", float, sys.float_info.min, sys.float_info.max)
-nonnegative = number("nonnegative", float, 0, sys.float_info.max)
-share = number("share", float, 0, 1)
-count = number("count", int, 1, sys.maxsize)
+def positive(text: str) -> float:
+    value = nonnegative(text)
+    if value == 0:
+        raise ValueError
+    return value
+
+
+def share(text: str) -> float:
+    return nonnegative(text, highest=1)
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def arguments() -> ArgumentParser:
@@ -1050,7 +1057,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     run = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
-        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=CODE_CHECKSUM)
+        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code_checksum())
     path = Path(args.out, "last.pt")
     start = resume(path, vars(run), model, optimizer) if path.exists() else 0
 
@@ -1132,16 +1139,12 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-def code_checksum(*paths: str) -> str:
-    """A checksum of source files. What is no file, such as "-c", is left out."""
+def code_checksum() -> str:
+    """The checksum of the code that runs, which is this file and the script, such as
+    paper/methods/dino.py. Checkpoints hold that of the start, as files may be edited later."""
+    paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
     return checksum([
         Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
-
-
-# Logs and checkpoints hold a checksum of the code that made them, which is this file and the
-# script that runs, such as paper/methods/dino.py. It is taken when the program starts, as the
-# files may be edited while it runs.
-CODE_CHECKSUM = code_checksum(__file__, sys.argv[0])
 
 
 def read_image(path: str) -> Tensor:

@@ -97,7 +97,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
     images += f", split {ser.checksum(sorted(numpy.load(args.split).tolist()))}"
-    eval_linear.write(path, rows, args, checkpoint, images)
+    eval_linear.add_rows(path, rows, args, checkpoint, images)
     eval_linear.print_table(rows)
     for name, (top1, top5) in PAPER.items():
         print(f"paper: {name:41}{top1:8.2f}{top5:8.2f}")

@@ -250,7 +250,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
     images = eval_linear.describe({"train2017": train_set, "val2017": val})
     images += f", boxes {boxes[0]:08x} {boxes[1]:08x}"
-    eval_linear.write(path, rows, args, checkpoint, images)
+    eval_linear.add_rows(path, rows, args, checkpoint, images)
     for name, values in {"here": results.values(), **PAPER}.items():
         print(f"{name:40}" + "".join(f"{value:8.3f}" for value in values))
     print(f"results are in {path}")

@@ -156,7 +156,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
     rows = eval_linear.make_rows(values, "val", classes, encoder.depth)
     images = eval_linear.describe({"train": data, **sets.tests})
-    eval_linear.write(path, rows, args, checkpoint, images)
+    eval_linear.add_rows(path, rows, args, checkpoint, images)
     print(f"{classes} classes (the paper's rows: 1000 classes)")
     for method, row in {"here": (top1, top5), **PAPER}.items():
         print(f"{method:32} top-1 {row[0]:6.2f}  top-5 {row[1]:6.2f}")

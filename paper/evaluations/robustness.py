@@ -212,7 +212,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
             rows = [row | {"head": head.made} for row in rows]
             if rank == 0:
-                eval_linear.write(path, rows, args, checkpoint, images)
+                eval_linear.add_rows(path, rows, args, checkpoint, images)
 
     if rank == 0:
         for kind in results:

@@ -140,7 +140,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         texts = [f"{name} {value:.1f}" for name, value in values.items()]
         lines.append(f"turned by {90 * turns:3} degrees: {', '.join(texts)}")
 
-    eval_linear.write(path, rows, args, checkpoint, f"{train}, {test}")
+    eval_linear.add_rows(path, rows, args, checkpoint, f"{train}, {test}")
     print("\n".join(lines))
     print(f"results are in {path}")
 

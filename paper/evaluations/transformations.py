@@ -130,7 +130,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
     for name, measured in checkpoints.items():
-        eval_linear.write(path, rows[name], args, measured, images)
+        eval_linear.add_rows(path, rows[name], args, measured, images)
     print("\n".join(lines))
     print(f"results are in {path}")
 

@@ -77,7 +77,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--group", nargs="*", default=elements, help="what moves the whole images; or nothing")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=4)
-    parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
+    parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3,
+                        code=ser.code_checksum())
     return parser.parse_args(argv)
 
 
@@ -97,8 +98,7 @@ def train(args: Namespace) -> Model:
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
-    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1],
-                        "code": ser.CODE_CHECKSUM}
+    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1]}
     start = ser.resume(last, run, model, optimizer) if last.exists() else 0
 
     for epoch in range(start, args.epochs):
@@ -145,7 +145,6 @@ def evaluate(model: Model, args: Namespace) -> None:
 
     if ser.ranks_and_rank()[1] == 0:
         row["weights"] = eval_linear.fingerprint(ser.load_encoder(encoder))
-        row["code"] = ser.CODE_CHECKSUM
         eval_linear.results_path(args, "row.json").write_text(json.dumps(row))
         print(json.dumps(row))
 
