@@ -132,7 +132,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run."""
+    """The start of a checkpoint's run; for converted weights, a random encoder."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -173,18 +173,18 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     images = ImageFolder(root, transform, loader=ser.read_image)
-    if not classes:
-        return images
-
-    if set(classes).isdisjoint(images.classes):
+    names = classes or images.classes
+    if set(names).isdisjoint(images.classes):
         # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
-        classes = [str(label) for label in range(len(classes))]
+        names = [str(label) for label in range(len(names))]
+
     for folder in images.classes:
-        if folder not in classes:
+        if folder not in names:
             sys.exit(f"{root}: the training images have no class {folder}")
 
-    labels = [classes.index(folder) for folder in images.classes]
-    images.samples = [(path, labels[place]) for path, place in images.samples]
+    # ImageFolder has numbered the folders of root, some of which may be missing.
+    labels = [names.index(folder) for folder in images.classes]
+    images.samples = [(path, labels[number]) for path, number in images.samples]
     return images
 
 
@@ -250,8 +250,9 @@ def precision(x: Tensor) -> torch.autocast:
 
 
 def feature_blocks(encoder: ViT) -> range:
-    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four. Choice: of these, the
-    blocks that have a [CLS], which in the ViT of `python ser.py` is the last one alone."""
+    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four, for linear heads.
+    Choice: also for MLPs, and of these blocks, those that have a [CLS]. In the ViT of
+    `python ser.py`, that is the last one alone."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
@@ -399,9 +400,9 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where
-    g = g2 g1^-1 is sampled as in training. It leaves some images as they are. Choice, unlike
-    A.2: x is not scaled yet, so g scales it by the factor of g2, not of g2 over g1."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)).
+    g = g2 g1^-1 is sampled as in training, and leaves some images as they are. Choice, unlike
+    A.2: it scales by the factor of g2 alone, as x was not scaled by that of g1."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -507,21 +508,21 @@ def key_of(row: dict) -> dict:
     return {name: cell for name, cell in row.items() if name not in ("value", "code")}
 
 
-def made_by(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
+def made_by(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
     """What a row or a head says of itself."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
 
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
-          images: str) -> None:
-    """Add rows to the file of results, each with what made it; images: as `describe` names
-    them. A row replaces an older one that differs in its value and the code alone."""
+             described: str) -> None:
+    """Add rows to the file of results, each with what made it. described: what `describe` says
+    of the images. A row replaces an older one that differs in its value and the code alone."""
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
 
     for row in rows:
-        new = made_by(args, checkpoint, images) | {"code": CODE_CHECKSUM} | row
+        new = made_by(args, checkpoint, described) | {"code": CODE_CHECKSUM} | row
         others = [old for old in results["rows"] if key_of(old) != key_of(new)]
         results["rows"] = [*others, new]
 
@@ -631,7 +632,8 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
 
 
 def evaluate(args: Namespace) -> list[dict]:
-    """Evaluate a checkpoint: write its rows and the best linear head, then print a table."""
+    """Evaluate a checkpoint: write its rows, and the best linear head if there is one, then
+    print a table."""
     device = ser.setup()
     checkpoint = read_checkpoint(args)
     path = results_path(args, "eval.json")
@@ -650,7 +652,7 @@ def evaluate(args: Namespace) -> list[dict]:
     checkpoints["trained"] = checkpoint
 
     _, rank = ser.ranks_and_rank()
-    images = describe({"train": sets.train_centre, **sets.tests})
+    described = describe({"train": sets.train_centre, **sets.tests})
     rows = []
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
@@ -664,9 +666,9 @@ def evaluate(args: Namespace) -> list[dict]:
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
         if rank == 0:
-            add_rows(path, own_rows, args, measured, images)
+            add_rows(path, own_rows, args, measured, described)
             if saved_head and name == "trained":
-                origin = made_by(args, measured, images)
+                origin = made_by(args, measured, described)
                 key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
                 ser.save(path.with_name(f"head-{key}.pt"), **saved_head, **origin)
 

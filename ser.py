@@ -18,8 +18,8 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. At a first reading, skip the jitter, which ends section 2,
-and `equivariance_loss`, which ends section 4. Numbers such as (3.1) are sections of the
+Sections 1 to 6 are the method. At a first reading, skip `equivariance_loss`, which ends
+section 4. Numbers such as (3.1) are sections of the
 paper. Its 4.1 keeps the settings of MoCo-v3, but for batch, epochs and warmup, so a departure
 from MoCo-v3 is one from the paper. We take them from MoCo-v3's code and from the ViT-S commands
 in its CONFIG.md, except where a comment says otherwise.
@@ -152,8 +152,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
-    then resizes them to the grid of view 2. From the grid of view 1, that is a scaling by the
-    factor of g2 over that of g1. Maps of another size are scaled by another factor."""
+    then resizes them to the grid of view 2. The grid of view 1 is not kept, as its maps have it."""
     # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which
     # come first, and ti (`turns`) quarter turns Q. So
     #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^t2 M^m Q^-t1    with m = m1 xor m2, as M M = 1
@@ -210,9 +209,10 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
-    """Yield this rank's batches of all steps from `start` to before `end`, as lists of items
-    (epoch, index, in_b2), first those of b1, then those of b2. The last, incomplete batch of an
-    epoch is dropped. The sizes of b1 and b2 are multiples of R, as that of the batch is."""
+    """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
+    `start` to before `end`, as lists of items (epoch, index, in_b2), first those of b1, then
+    those of b2. The last, incomplete batch of an epoch is dropped. The sizes of b1 and b2 are
+    multiples of R, as that of the batch is."""
     ranks, rank = ranks_and_rank()
     size = args.batch_size
     b1_total = size - ranks * b2_per_rank(args, ranks)
@@ -237,7 +237,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                           pixels (B, 3, S, S) and tensors (B,) of numbers
 #     make_views            [View, View], where b2 is moved, and all images are jittered
 #
-# The operations of T are MoCo-v3's, which flips last, with the same result:
+# The operations of T are those of MoCo-v3. It flips last, which makes no difference.
 #
 #     operation           done in      probability    T_eq, for b2, has
 #     a random crop       loader       1              the whole image, as a square
@@ -247,9 +247,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur                make_views   P_BLUR         the same
 #     solarization        make_views   P_SOLARIZE     the same
 #
-# The loader samples all random numbers of T, but for the order within the colour jitter. The last
-# four operations are the photometric jitter. They are done on the device, as CPU cores would take
-# longer for them than for reading and cropping.
+# The last four operations are the photometric jitter, in section 9. They are done on the device, as
+# CPU cores would take longer for them than for reading and cropping. But all their random numbers
+# are sampled in the loader, except for the order within the colour jitter.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -302,7 +302,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
     # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice: it
-    # is a square here, too, so that a batch is one tensor, and rho_g resizes it again.
+    # is a square here, too, so that a batch is one tensor, and rho resizes it again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -360,7 +360,7 @@ class View(NamedTuple):
 
 def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
                step: int) -> list[View]:
-    """Move b2 by rho_g, and jitter all images.
+    """Move b2 of view 1 by rho_g1 and that of view 2 by rho_g2, and jitter all images.
 
     loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
         their Augmentation, whose tensors are on the CPU, so that what to blur is known
@@ -377,17 +377,17 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
         aug_b1 = Augmentation(*[field[:B1] for field in aug])
         b1 = jitter_and_normalise(images[:B1], aug_b1, order)
 
-        b2 = g = None
+        b2 = geometry = None
         if B2 > 0:
             shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
-            g = sample_rank_geometry(B2, grid, tuple(args.group), shared)
+            geometry = sample_rank_geometry(B2, grid, tuple(args.group), shared)
             # Choice: the motion comes before the photometric jitter.
-            moved = rho(g, images[B1:], args.patch_size)
+            moved = rho(geometry, images[B1:], args.patch_size)
             aug_b2 = Augmentation(*[field[B1:] for field in aug])
             b2 = jitter_and_normalise(moved, aug_b2, order)
 
-        views.append(View(b1, b2, g, aug, order))
+        views.append(View(b1, b2, geometry, aug, order))
     return views
 
 
@@ -400,95 +400,6 @@ def normalise(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-
-
-# The photometric jitter. If you read for the method, go on with section 3.
-def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Sample the jitter of a view, beside the crop that was sampled for it."""
-    if random.random() < P_COLOUR:
-        aug = aug._replace(
-            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
-            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
-            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
-            hue=random.uniform(-HUE, HUE))
-    if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
-        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
-    gray = random.random() < P_GRAY
-    solarize = random.random() < settings.p_solarize
-    return aug._replace(gray=gray, solarize=solarize)
-
-
-def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
-        return per_image(field, x).to(x.dtype)
-
-    # These are the operations of torchvision's colour jitter, with a factor of its
-    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
-    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
-    operations = ("brightness", "contrast", "saturation", "hue")
-    for place in order.tolist():
-        operation = operations[place]
-        if operation == "brightness":       # towards black, or away from it
-            x = (number(aug.brightness) * x).clamp(0, 1)
-        elif operation == "contrast":       # towards the mean gray, or away from it
-            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
-        elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
-        elif operation == "hue":
-            x = shift_hue(x, number(aug.hue))
-
-    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
-
-    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
-    if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
-
-    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
-    x = torch.where(inverted, 1 - x, x)
-    return normalise(x)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
-    B, _, h, w = x.shape
-    # Choice: the kernel reaches to three times the largest sigma, rounded up. These are 6
-    # pixels in a view of 224, and a few more in images of b2 that were scaled up.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
-
-    # A convolution in B groups has a kernel for each channel. So the images become
-    # channels, and the three colours become the batch.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -609,7 +520,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
-    # Choice: a LayerNorm, linear layers without biases, as in the release, and one width.
+    # Choice: a LayerNorm, and linear layers without biases, as in the release. Both have one width.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -819,7 +730,8 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def equiv_of_pair(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
+        """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2. With 2 + 4
+        views, paper/methods/multicrop.py calls it for several pairs."""
         g = relative(view2.geometry, view1.geometry)
         losses = []
         for layer in self.layers:
@@ -829,7 +741,7 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags, whose names argparse tells, as in "--ratio: invalid share value: '2'".
+# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
 def nonnegative(text: str, highest: float = sys.float_info.max) -> float:
     value = float(text)
     if not 0 <= value <= highest:     # nor nan or inf
@@ -1105,7 +1017,95 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, output ===========================
+# ==== 9. Around it: the photometric jitter, files, synthetic images, checks, output ===
+def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
+    """Sample the jitter of a view, beside the crop that was sampled for it."""
+    if random.random() < P_COLOUR:
+        aug = aug._replace(
+            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
+            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
+            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
+            hue=random.uniform(-HUE, HUE))
+    if random.random() < settings.p_blur:
+        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
+        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
+    gray = random.random() < P_GRAY
+    solarize = random.random() < settings.p_solarize
+    return aug._replace(gray=gray, solarize=solarize)
+
+
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
+    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
+        return per_image(field, x).to(x.dtype)
+
+    # These are the operations of torchvision's colour jitter, with a factor of its
+    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
+    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
+    operations = ("brightness", "contrast", "saturation", "hue")
+    for place in order.tolist():
+        operation = operations[place]
+        if operation == "brightness":       # towards black, or away from it
+            x = (number(aug.brightness) * x).clamp(0, 1)
+        elif operation == "contrast":       # towards the mean gray, or away from it
+            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
+        elif operation == "saturation":     # towards the gray of each pixel, or away from it
+            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
+        elif operation == "hue":
+            x = shift_hue(x, number(aug.hue))
+
+    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
+
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
+    if len(to_blur) > 0:
+        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
+
+    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
+    x = torch.where(inverted, 1 - x, x)
+    return normalise(x)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    B, _, h, w = x.shape
+    # Choice: the kernel reaches to three times the largest sigma, 6 pixels in a view of 224.
+    # In images of b2 that were scaled up it reaches further, though sigma stays as it is.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
+
+    # A convolution in B groups has a kernel for each channel. So the images become
+    # channels, and the three colours become the batch.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
+
+
 HELD_OUT = {"val", "validation", "test", "val2017", "test2017"}     # folders not to train on
 
 
