@@ -2,9 +2,10 @@
 
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
     python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --print
-    python -m paper.experiments.imagenette --show paper/experiments/imagenette.json
+    python -m paper.experiments.imagenette --show paper/experiments/imagenette.json --epochs 100
 
-The first line runs all, the second prints its command lines, the third tables of given rows. Rate
+The first line runs all, the second prints its command lines, the third tables of given rows, of
+which --figure draws the accuracies over the patches that are found. Rate
 and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2, 20 in the paper:
 their number, not their share r, says with how many images a token is compared. Flags of ser.py go
 to all runs. Several processes can share the seeds, once the copies are there.
@@ -18,6 +19,8 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import torch
 from PIL import ImageOps
@@ -42,6 +45,8 @@ RUNS = [
     Run("layer-6", "--weight 0.5 --equiv-layers 6 --cls-layer 0"),
     Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
+TITLES = {"turned": "rotated crops", "turned-SER": "SER on\nrotated crops", "control": "control",
+          "turned-control": "its control", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
@@ -82,8 +87,35 @@ def plain_attention(words: list[str]) -> None:
         runpy.run_module(sys.argv[0].removesuffix(".py"), run_name="__main__", alter_sys=True)
 
 
+def draw(rows: list[dict]) -> Any:
+    """A figure of matplotlib's: how accurate runs are, and how many rotated patches they find,
+    after the last block."""
+    from matplotlib.figure import Figure     # of paper/requirements.txt
+    figure = Figure(figsize=(4.4, 3.3), layout="constrained")
+    axes = figure.subplots()
+    block = max(row["block"] for row in rows)
+    for run in dict.fromkeys(row["run"] for row in rows if row["run"] != "untrained"):
+        found = sweep.select(rows, run, "rot90 retrieval with jitter", block)
+        right = sweep.select(rows, run, "linear top-1 %", block)
+        if not found or not right:
+            continue
+        x = 100 * mean(row["value"] for row in found.values())
+        y = mean(row["value"] for row in right.values())
+        with_loss = "SER" in run     # red, with its name on the right
+        axes.plot(x, y, "o", color="tab:red" if with_loss else "tab:gray")
+        axes.annotate(
+            TITLES.get(run, run), (x, y), (7 if with_loss else -7, 0), va="center",
+            ha="left" if with_loss else "right", textcoords="offset points")
+    axes.margins(y=0.1)
+    axes.set_xlim(-20, 130)     # room for names
+    axes.set_xticks(range(0, 101, 25))
+    axes.set(title=f"{rows[0]['epochs']:g} epochs", xlabel="rotated patches found, %",
+             ylabel="linear accuracy, upright images, %")
+    return figure
+
+
 def show(args: Namespace) -> None:
-    """Print the tables of files of rows, for the arm of these settings."""
+    """Print the tables of files of rows, for the arm of these settings, and draw them."""
     rows = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
         found = json.loads(Path(path).read_text())
@@ -108,6 +140,8 @@ def show(args: Namespace) -> None:
     for baseline in ("control", "MoCo-v3"):
         print(f"\n{args.arm}, in brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
+    if args.figure:
+        draw(rows).savefig(args.figure, dpi=150)
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -117,6 +151,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
     source.add_argument("--show", nargs="+", metavar="ROWS", help="only show rows of files")
+    parser.add_argument("--figure", metavar="FILE", help="draw what is shown")
     parser.add_argument("--side", type=ser.count, help="copy the images, at this side, to OUT")
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES, help="runs to make")
     args, given = parser.parse_known_args(argv)

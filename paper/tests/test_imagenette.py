@@ -171,15 +171,6 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
         "rotated crops": "turned",
         "SER, λ = 0.1": "SER-0.1", "SER, λ = 0.5": "SER", "SER, λ = 0.5, as in the paper": "SER",
         "SER, λ = 0.5, on rotated crops": "turned-SER"}
-# How README calls a measure -> how paper/README does.
-MEASURES = {"rotated patches found": "retrieval with jitter, rot90, block 6",
-            "linear accuracy, upright images": "linear",
-            "linear accuracy, rotated images": "linear, rotated images",
-            "street scenes, upright": "linear segmentation, pixel accuracy %",
-            "street scenes, rotated": "linear segmentation, rotated scenes, pixel accuracy %",
-            "matched after 15 degrees": "matching, 15 degrees, block 6",
-            "matched after 45 degrees": "matching, 45 degrees, block 6",
-            "matched in perspective": "matching, perspective, block 6"}
 
 
 @pytest.mark.parametrize("readme, header, columns, flags", [
@@ -199,8 +190,6 @@ MEASURES = {"rotated patches found": "retrieval with jitter, rot90, block 6",
     ("README.md", "| 200 classes, % |",
      "retrieval with jitter, rot90, block 12; retrieval with jitter, hflip, block 12; "
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
-    ("README.md", "| ten classes, % |", "MoCo-v3; control; SER; turned; turned-SER",
-     f"--epochs 100; {MATCHING} 100"),
     ("paper/README.md", "| matching, ten", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
     ("paper/README.md", "| 200 classes, 16",
@@ -211,20 +200,31 @@ MEASURES = {"rotated patches found": "retrieval with jitter, rot90, block 6",
      "--epochs 10 --seeds 2"),
     ("paper/README.md", "| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
 def test_readmes_tables_are_what_is_printed(readme, header, columns, flags, tmp_path, capsys):
-    printed = {}
-    for line in flags.split(";"):
-        over_control, _ = tables(tmp_path, capsys, *line.split())
-        printed |= over_control
+    printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table(readme, header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
             run = RUNS.get(title, column)
-            title = MEASURES.get(title, title)
             line = printed_title(column.replace("OWN", title) if title in RUNS else title)
             line = next(title for title in printed if title.startswith(line))
             shown = numbers(cell)
             kept = 4 if "(" in cell else 2 if "±" in cell else 1     # mean, std, both of the gain
-            found = numbers(printed[line].get(run, "-"))
-            assert shown == pytest.approx(found[:kept]), (title, column)
+            assert shown == pytest.approx(numbers(printed[line][run])[:kept]), (title, column)
+
+
+def test_the_figure_has_each_run_at_its_patches_and_accuracy(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figure.png"
+    printed, _ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
+    assert path.stat().st_size > 9999
+
+    rows, = imagenette.settings(TINY.split()).show
+    axes, = imagenette.draw(json.loads(ser.Path(rows).read_text())).axes
+    drawn = {text.get_text().replace("\n", " "): text.xy for text in axes.texts}
+    assert len(drawn) == 6
+    for title, run in (("MoCo-v3", "MoCo-v3"), ("SER on rotated crops", "turned-SER")):
+        cells = [printed[line][run] for line in (
+            "rot90 retrieval with jitter %, block 12", "linear top-1 %, block 12")]
+        assert drawn[title] == pytest.approx([numbers(cell)[0] for cell in cells], abs=0.06)
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
