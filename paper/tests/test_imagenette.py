@@ -220,7 +220,8 @@ def test_the_figure_has_each_run_at_its_patches_and_accuracy(tmp_path, capsys):
     rows, = imagenette.settings(TINY.split()).show
     axes, = imagenette.draw(json.loads(ser.Path(rows).read_text())).axes
     drawn = {text.get_text().replace("\n", " "): text.xy for text in axes.texts}
-    assert len(drawn) == 6
+    dots = {tuple(dot.get_xydata()[0]) for dot in axes.lines}
+    assert set(drawn.values()) == dots and len(dots) == 6
     for title, run in (("MoCo-v3", "MoCo-v3"), ("SER on rotated crops", "turned-SER")):
         cells = [printed[line][run] for line in (
             "rot90 retrieval with jitter %, block 12", "linear top-1 %, block 12")]
