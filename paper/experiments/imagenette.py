@@ -46,7 +46,7 @@ RUNS = [
     Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
 TITLES = {"turned": "rotated crops", "turned-SER": "SER on\nrotated crops", "control": "control",
-          "turned-control": "its control", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
+          "turned-control": "control on\nrotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
@@ -107,10 +107,10 @@ def draw(rows: list[dict]) -> Any:
             TITLES.get(run, run), (x, y), (7 if with_loss else -7, 0), va="center",
             ha="left" if with_loss else "right", textcoords="offset points")
     axes.margins(y=0.1)
-    axes.set_xlim(-20, 130)     # room for names
+    axes.set_xlim(-15, 125)     # room for names
     axes.set_xticks(range(0, 101, 25))
-    axes.set(title=f"{rows[0]['epochs']:g} epochs", xlabel="rotated patches found, %",
-             ylabel="linear accuracy, upright images, %")
+    axes.set(title=f"{rows[0]['classes']} classes, {rows[0]['epochs']:g} epochs",
+             xlabel="rotated patches found, %", ylabel="linear accuracy, upright images, %")
     return figure
 
 
