@@ -79,7 +79,7 @@ class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept
     as the size of its result, not as a factor. `rho` brings a map of any size to it."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, of which `rho` takes % 4
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -87,8 +87,9 @@ class Geometry(NamedTuple):
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens.
-    All kinds of motion are always sampled, so a seed gives the same turns with any `elements`."""
+    """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens. The
+    grid of the result is that after the scaling. All kinds of motion are always sampled, so a
+    seed gives the same turns with any `elements`."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -515,8 +516,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `patch_ntxent` compares the tokens of two views. `l_equiv` first moves the map of view 1 and
-# projects the tokens of both; it is what `SER`, in section 6, calls for each layer.
+# `patch_ntxent` compares the tokens of two views. `l_equiv` moves the map of view 1, projects the
+# tokens of both, and compares them; `SER`, in section 6, calls it for each layer. For trainings
+# that are not ours, `equivariance_loss` begins with the images.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
