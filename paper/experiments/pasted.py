@@ -2,8 +2,9 @@
 
     python -m paper.experiments.pasted --data runs/imagenette/images --weight 0.1     # its copies
 
-L_equiv is that of the first 16 images of each batch, whole, with two colour jitters; unlike in
-ser.py, these views do not enter the other loss. Sizes, crops, rate, schedule are imagenette.py's.
+L_equiv is that of the first 16 images of each batch, uncropped (copies are squares), with two
+colour jitters. Unlike in ser.py, these views do not enter the other loss. Sizes, crops, rate and
+schedule are imagenette.py's.
 With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
 A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
 """
