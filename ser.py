@@ -1272,8 +1272,8 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # In torch 2.6, a rank may hang at its end if a thread of gloo is the last
-        # to hold a tensor that was reduced. So the last one is kept, though nobody reads it.
+        # In torch 2.6, a thread of gloo that drops the last reference to this tensor waits for
+        # Python, which waits for the thread when the process ends. So a reference is kept.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
