@@ -8,14 +8,14 @@ from PIL import Image
 
 import eval_linear
 import ser
-from paper.evaluations import load_several
+from paper.evaluations import load_several, matching
 from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
 from test_ser import sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
-MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --seeds 0 --epochs"
+MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --epochs"
 TINY = f"--show {ROWS.replace('imagenette.json', 'tiny.json')} --epochs 16 --ratio 0.0625"
 SER = ("--data D --image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --moco-hidden 1024 "
        "--cls-layer 2 --equiv-layers 2 --ratio 0.125 --weight 0.5 --crop-min 0.2 --batch-size 128 "
@@ -192,6 +192,8 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
     ("paper/README.md", "| matching, ten", "MoCo-v3; turned; control; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
+    ("README.md", "| patches matched, % |",
+     "; ".join(f"matching, {warp}, block 6" for warp in matching.WARPS), f"{MATCHING} 10"),
     ("paper/README.md", "| 200 classes, 16",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("paper/README.md", "| CamVid, 200",
