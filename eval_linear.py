@@ -30,6 +30,7 @@ this (its settings are cut short, and the value is the paper's):
 for each epoch of the heads, and head-*.pt is the best linear head. A stopped
 evaluation begins anew.
 """
+import fcntl
 import hashlib
 import json
 import os
@@ -63,7 +64,7 @@ def arguments() -> ArgumentParser:
     add = parser.add_argument
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
-    add("--test", nargs="+", default=[], metavar="NAME=DIR",
+    add("--test", nargs="+", default=[], metavar="NAME=DIR", action="extend",
         help="further sets to score, of whole images, which are cropped as those of val")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
@@ -366,9 +367,12 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
 
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
-    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone."""
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone. Logits that are
+    not finite count as wrong."""
     guesses = among[logits[:, among].topk(min(5, len(among))).indices]            # (n, 5)
-    right = (guesses == labels[:, None]).float()     # 1 where the guess is the label
+    # `topk` takes nan for the largest, so a head that diverged would always guess one class.
+    finite = logits.isfinite().all(1, keepdim=True)
+    right = ((guesses == labels[:, None]) & finite).float()
     top1 = 100 * right[:, 0].mean()
     top5 = 100 * right.amax(1).mean()
     return top1.item(), top5.item()
@@ -517,6 +521,8 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
              described: str) -> None:
     """Add rows to the file of results, each with what made it. described: what `describe` says
     of the images. A row replaces an older one that differs in its value and the code alone."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
@@ -529,6 +535,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1))
     unfinished.replace(path)
+    os.close(folder)     # which ends the lock
 
 
 def table_format(measure: str) -> tuple[str, int, int]:

@@ -1108,7 +1108,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-HELD_OUT = {"val", "validation", "test", "val2017", "test2017"}     # folders not to train on
+HELD_OUT = {     # names of folders not to train on
+    "val", "valid", "validation", "test", "testing", "val2014", "val2017", "test2017"}
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
@@ -1118,9 +1119,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    root = Path(args.data, "train")
-    if not root.is_dir():
-        root = Path(args.data)
+    root = Path(args.data)
+    if root.name != "train" and (root / "train").is_dir():     # a class may be called train
+        root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.
     found = glob.iglob(f"{glob.escape(str(root))}/**/*", recursive=True)

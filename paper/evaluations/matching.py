@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 import eval_linear
 import ser
-from paper.evaluations import arguments, main
+from paper.evaluations import arguments, check_classes, main
 
 BILINEAR = InterpolationMode.BILINEAR
 WARPS = {
@@ -32,6 +32,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments("folder of CLASS/..., as val")
     parser.add_argument("--layer", type=ser.count, help="block of the tokens; none: the last")
     args = parser.parse_args(argv)
+    check_classes(args.data)
     if args.seed != 0:
         parser.error("--seed: all encoders are shown the same warps")
     return args

@@ -52,8 +52,10 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     assert list(rows) == [f"{name} matching %" for name in matching.WARPS]
     assert list(values(tmp_path / "matching.json", block=1)) == list(rows)
     assert pairs == [2] * 2 * 5 * 6     # blocks, warps, images
-    with pytest.raises(SystemExit):
-        call(matching, f"--data {val} --checkpoint {path} --seed 1")     # it would change nothing
+    (tmp_path / "train" / "n00").mkdir(parents=True)
+    for flags in (f"--data {val} --seed 1", f"--data {tmp_path}"):     # no seeds; no class folders
+        with pytest.raises(SystemExit):
+            call(matching, f"--checkpoint {path} {flags}")
 
     folder = eval_linear.class_folder(val, eval_linear.eval_transform(32))
     images = torch.stack([image for image, _ in folder]) / 255

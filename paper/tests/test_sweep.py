@@ -2,6 +2,8 @@ import importlib
 import json
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -95,6 +97,24 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "call", lambda words, args: called.append(words[0]))
     sweep.main(sweep.settings(argv))
     assert called.count("eval_linear.py") == 4
+
+
+def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
+    read = eval_linear.read_results
+
+    def slowly(path):
+        found = read(path)
+        time.sleep(0.05)     # in which the others would read the same
+        return found
+
+    monkeypatch.setattr(eval_linear, "read_results", slowly)
+    checkpoint = eval_linear.Checkpoint(None, "weights", 7, {})
+    path = tmp_path / "eval.json"
+    with ThreadPoolExecutor() as threads:
+        for seed in range(4):
+            args = ser.Namespace(seed=seed)
+            threads.submit(eval_linear.add_rows, path, [{"value": 1}], args, checkpoint, "images")
+    assert len(read(path)["rows"]) == 4
 
 
 @pytest.mark.parametrize("script, flags, told", [
