@@ -1547,7 +1547,7 @@ def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
 @parametrize("test", ["train=few", "val=few", "crops=few", "few", "few=few few=val"])
 def test_a_set_that_would_replace_another_is_refused(test, tree, checkpoint):
     words = test.replace("=", f"={tree}/").split()
-    args = eval_args(tree, checkpoint, "--test", *words)
+    args = eval_args(tree, checkpoint, *[f"--test={word}" for word in words])
     assert sentence(eval_linear.load_sets, args, 16).startswith("--test")
     for flags in (["--test", *words], ["--val", "x"]):
         assert "--test need --data" in sentence(eval_linear.parse, flags)

@@ -45,8 +45,8 @@ RUNS = [
     Run("layer-6", "--weight 0.5 --equiv-layers 6 --cls-layer 0"),
     Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
-TITLES = {"turned": "rotated crops", "turned-SER": "SER on\nrotated crops", "control": "control",
-          "turned-control": "control on\nrotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
+TITLES = {"turned": "rotated crops", "turned-control": "control on\nrotated crops",
+          "turned-SER": "SER on\nrotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
