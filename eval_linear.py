@@ -183,9 +183,13 @@ def class_folder(root: str | Path, transform: Callable | None = None,
         if folder not in names:
             sys.exit(f"{root}: the training images have no class {folder}")
 
-    # ImageFolder has numbered the folders of root, some of which may be missing.
+    # ImageFolder has numbered the folders of root, some of which may be missing, and takes hidden
+    # files, too, which ser.py leaves out.
     labels = [names.index(folder) for folder in images.classes]
-    images.samples = [(path, labels[number]) for path, number in images.samples]
+    images.samples = [
+        (path, labels[number]) for path, number in images.samples
+        if "/." not in path.removeprefix(str(root))]
+    images.targets = [label for _, label in images.samples]
     return images
 
 
@@ -681,6 +685,9 @@ def evaluate(args: Namespace) -> list[dict]:
 
     if rank == 0:
         print_table(rows)
+        if args.with_heads:
+            blocks = ", ".join(map(str, feature_blocks(checkpoint.encoder)))
+            print(f"heads read [CLS] after block {blocks}")
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 
