@@ -26,9 +26,9 @@ this (its settings are cut short, and the value is the paper's):
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line
-for each epoch of the heads, and head-*.pt is the best linear head. A stopped
-evaluation begins anew.
+`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each
+epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps
+evaluations from writing at once. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -36,6 +36,7 @@ import json
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -525,8 +526,9 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
              described: str) -> None:
     """Add rows to the file of results, each with what made it. described: what `describe` says
     of the images. A row replaces an older one that differs in its value and the code alone."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
+    lock = open(path.with_suffix(".lock"), "w")
+    with suppress(OSError):     # some network file systems have no locks
+        fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
@@ -539,7 +541,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1))
     unfinished.replace(path)
-    os.close(folder)     # which ends the lock
+    lock.close()     # which ends the lock
 
 
 def table_format(measure: str) -> tuple[str, int, int]:
