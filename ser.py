@@ -745,13 +745,15 @@ class SER(nn.Module):
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
 def nonnegative(text: str, highest: float = sys.float_info.max) -> float:
+    """A number from 0 to `highest`, so neither nan nor inf. Raises ValueError, as the others."""
     value = float(text)
-    if not 0 <= value <= highest:     # nor nan or inf
+    if not 0 <= value <= highest:
         raise ValueError
     return value
 
 
 def positive(text: str) -> float:
+    """A number above 0."""
     value = nonnegative(text)
     if value == 0:
         raise ValueError
@@ -759,10 +761,12 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
+    """A number from 0 to 1."""
     return nonnegative(text, highest=1)
 
 
 def count(text: str) -> int:
+    """A whole number from 1 on."""
     value = int(text)
     if value < 1:
         raise ValueError

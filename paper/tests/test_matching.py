@@ -45,7 +45,7 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     monkeypatch.setattr(eval_linear, "recolour_and_normalise",
                         lambda x, generator: pairs.append(len(x)) or recolour(x, generator))
     val = class_folders(tmp_path / "val", per_class=1, size=40)
-    write_image(ser.Path(val, "n00/.ipynb_checkpoints/0.png"), PHOTO)     # is none of the photographs
+    write_image(ser.Path(val, "n00/.ipynb_checkpoints/0.png"), PHOTO)     # none of the photographs
     path = toy_checkpoint(tmp_path)
     for flags in ("--layer 1", ""):
         call(matching, f"--data {val} --checkpoint {path} {flags}")
