@@ -19,10 +19,11 @@ Usage:
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
 Sections 1 to 6 are the method. At a first reading, skip `equivariance_loss`, which ends
-section 4. Numbers such as (3.1) are sections of the
-paper. Its 4.1 keeps the settings of MoCo-v3, but for batch, epochs and warmup, so a departure
-from MoCo-v3 is one from the paper. We take them from MoCo-v3's code and from the ViT-S commands
-in its CONFIG.md, except where a comment says otherwise.
+section 4.
+
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, but for
+batch, epochs and warmup, so a departure from MoCo-v3 is one from the paper. We take them from
+MoCo-v3's code and from the ViT-S commands in its CONFIG.md, except where a comment says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -721,7 +722,7 @@ class SER(nn.Module):
 
         # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share
         # one mean and all keys, as in the release. With two means, an image of b2 would
-        # weigh 84 times as much as one of b1, as there are 24 of b2 and 2,024 of b1.
+        # weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
