@@ -107,7 +107,7 @@ def draw(rows: list[dict]) -> Any:
             TITLES.get(run, run), (x, y), (7 if with_loss else -7, 0), va="center",
             ha="left" if with_loss else "right", textcoords="offset points")
     axes.margins(y=0.1)
-    axes.set_xlim(-15, 125)     # room for names
+    axes.set_xlim(-25, 125)     # room for names
     axes.set_xticks(range(0, 101, 25))
     axes.set(title=f"{rows[0]['classes']} classes, {rows[0]['epochs']:g} epochs",
              xlabel="rotated patches found, %", ylabel="linear accuracy, upright images, %")
