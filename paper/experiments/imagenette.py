@@ -1,21 +1,20 @@
 """The paper's central comparison at a size that anyone can run: MoCo-v3, control, SER.
 
-    python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --bf16
-    python -m paper.experiments.imagenette --data imagenette2-160 --side 128 --print
+    python -m paper.experiments.imagenette --data imagenette-128 --bf16
+    python -m paper.experiments.imagenette --data imagenette-128 --print
     python -m paper.experiments.imagenette --show paper/experiments/imagenette.json --epochs 100
 
-The first line runs all, the second prints its command lines, the third tables of given rows, of
-which --figure draws the accuracies over the patches that are found. Rate
-and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images are in b2, 20 in the paper:
-their number, not their share r, says with how many images a token is compared. Flags of ser.py go
-to all runs. Several processes can share the seeds, once the copies are there.
+The first line runs all, on copies of 128 px, which paper/README.md makes. The second prints its
+command lines, the third tables of given rows, of which --figure draws the accuracies over the
+patches that are found. Rate and crop were chosen by the accuracy of MoCo-v3 alone. 16 of 128 images
+are in b2, 20 in the paper: their number, not their share r, says with how many images a token is
+compared. Flags of ser.py go to all runs. Several processes can share the seeds.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28. Its Table
 4 moves L_equiv from layer 3 to 9 and 12: 69.28, 68.72, 68.18. Here it is after block 2, 4 or 6.
 """
 import json
 import runpy
-import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -23,9 +22,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from PIL import ImageOps
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchvision.transforms.functional import to_pil_image
 
 import ser
 from paper.experiments import sweep
@@ -49,35 +46,6 @@ TITLES = {"turned": "rotated crops", "turned-control": "control on\nrotated crop
           "turned-SER": "SER on\nrotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
-
-
-def make_copies(data: str, folder: Path, side: int) -> None:
-    """Write a copy of each image of data/train and data/val, its centre at side x side pixels. A
-    folder that has its name is whole, and its source.txt says what its images are."""
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)     # of a copying that was stopped
-    sources = list_sources(data)
-    for source in sources:
-        target = unfinished / source.relative_to(data).with_suffix(".jpg")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch(exist_ok=False)     # 1.png and 1.jpg would become one copy
-        image = to_pil_image(ser.read_image(str(source)))
-        ImageOps.fit(image, (side, side)).save(target, quality=95)
-    if len(list(unfinished.glob("*/*/*"))) < len(sources):
-        sys.exit(f"another process copied to {unfinished}, too: give the command again")
-    (unfinished / "source.txt").write_text(source_of(data, side))
-    unfinished.rename(folder)
-
-
-def list_sources(data: str) -> list[Path]:
-    """The images data/SPLIT/CLASS/NAME, without hidden files."""
-    return [path for path in Path(data).glob("*/*/*") if not path.name.startswith(".")]
-
-
-def source_of(data: str, side: int) -> str:
-    """What copies must be: their side, their folder, and a checksum of the names there."""
-    names = sorted(str(path.relative_to(data)) for path in list_sources(data))
-    return f"{side} px of {Path(data).resolve()} {ser.checksum(names)}"
 
 
 def plain_attention(words: list[str]) -> None:
@@ -152,7 +120,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
     source.add_argument("--show", nargs="+", metavar="ROWS", help="only show rows of files")
     parser.add_argument("--figure", metavar="FILE", help="draw what is shown")
-    parser.add_argument("--side", type=ser.count, help="copy the images, at this side, to OUT")
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES, help="runs to make")
     args, given = parser.parse_known_args(argv)
 
@@ -169,17 +136,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def main(args: Namespace) -> None:
     """Train and measure, then show the results."""
-    copies = Path(args.out, "images")
-    if args.data and (args.side or copies.exists()):
-        if not copies.exists() and not args.print:
-            make_copies(args.data, copies, args.side)
-        source = copies / "source.txt"
-        found = source.read_text() if source.exists() else "no source.txt"
-        if copies.exists() and found != source_of(args.data, args.side):
-            sys.exit(f"{copies} has copies with {found}: name this folder and side, or another "
-                     "--out")
-        args.data = str(copies)
-
     if args.data:
         sweep.measure(args, HEADS, args.blocks)
     if not args.print:

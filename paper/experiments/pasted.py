@@ -1,10 +1,10 @@
 """The loss in a training that is not ours: timm's ViT, SimCLR, and `equivariance_loss` of ser.py.
 
-    python -m paper.experiments.pasted --data runs/imagenette/images --weight 0.1     # its copies
+    python -m paper.experiments.pasted --data imagenette-128 --weight 0.1
 
-L_equiv is that of the first 16 images of each batch, uncropped (copies are squares), with two
-colour jitters. Unlike in ser.py, these views do not enter the other loss. Sizes, crops, rate and
-schedule are imagenette.py's.
+The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
+batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
+loss. Sizes, crops, rate and schedule are imagenette.py's.
 With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
 A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
 """

@@ -148,7 +148,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
         own = means(found, run.name, seed, blocks)
         if own:
-            made_by = args.arm | {"flags": shlex.join(args.flags), "side": args.side}
+            made_by = args.arm | {"flags": shlex.join(args.flags)}
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
             made_by |= {"ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
                         "read by heads": len(eval_linear.feature_blocks(trained))}
@@ -166,7 +166,7 @@ def check_alike(rows: list[dict]) -> None:
     if len({code for row in rows for code in row.get("code", [])}) > 1:
         print("several versions of the code measured these rows; delete the eval.json of a run to "
               "measure it anew")
-    for name in ("flags", "images", "side", "ranks", "bf16"):
+    for name in ("flags", "images", "ranks", "bf16"):
         found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
@@ -237,8 +237,7 @@ def arguments(program: str) -> ArgumentParser:
         help="what runs a script: python, or torchrun")
     add("--workers", type=int, default=8, help="loader processes")
     add("--print", action="store_true", help="only print the command lines")
-    # What all rows have in common, and the side of imagenette.py's copies.
-    parser.set_defaults(arm={}, side=None)
+    parser.set_defaults(arm={})     # what all rows have in common
     return parser
 
 

@@ -11,7 +11,7 @@ import ser
 from paper.evaluations import load_several, matching
 from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
-from test_ser import sentence, write_image
+from test_ser import paste, sentence, write_image
 
 ROWS = imagenette.__file__.removesuffix("py") + "json"
 VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
@@ -48,39 +48,16 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
         assert imagenette.settings([*argv, *words.split()]).blocks == blocks
 
 
-def test_copies_are_centre_squares(tmp_path):
-    image = torch.zeros(3, 20, 30, dtype=torch.uint8)
-    image[2, :, 5:25] = 255     # the square in the centre is blue
-    write_image(tmp_path / "D/train/n01/1.png", image)
-    (tmp_path / "D/train/n01/.DS_Store").touch()
-    (tmp_path / "out/copies.unfinished/train/n02").mkdir(parents=True)     # was stopped
-    imagenette.make_copies(str(tmp_path / "D"), tmp_path / "out/copies", 8)
-    assert not [*tmp_path.glob("out/**/n02")]
-    assert [*tmp_path.glob("out/**/*.jpg")] == [tmp_path / "out/copies/train/n01/1.jpg"]
-    assert Image.open(tmp_path / "out/copies/train/n01/1.jpg").quantization[0][0] == 2     # of 95
-    copy = ser.read_image(str(tmp_path / "out/copies/train/n01/1.jpg"))
-    assert copy.shape == (3, 8, 8) and (copy[2] > 200).all() and (copy[0] < 60).all()
-
-
-def test_copies_are_of_all_images(tmp_path, monkeypatch):
-    data = class_folders(tmp_path / "D/train")[:-6]
-
-    def fit(image, size):     # another process begins, and removes what is there
-        for copy in tmp_path.glob("some.unfinished/*/*/*"):
-            copy.unlink()
-        return image.resize(size)
-
-    with monkeypatch.context() as other:
-        other.setattr(imagenette.ImageOps, "fit", fit)
-        assert "another process" in sentence(imagenette.make_copies, data, tmp_path / "some", 8)
-
-    Image.new("I;16", (30, 20), 999).save(tmp_path / "D/train/n01/2.png")
-    with pytest.raises(OSError, match="more than 8 bits"):
-        imagenette.make_copies(data, tmp_path / "some", 8)
-    for name in ("2.png", "2.jpg"):
-        Image.new("RGB", (30, 20)).save(tmp_path / "D/train/n01" / name)
-    with pytest.raises(FileExistsError):
-        imagenette.make_copies(data, tmp_path / "some", 8)
+def test_readmes_copies_are_centre_squares(tmp_path, monkeypatch):
+    image = torch.zeros(3, 140, 200, dtype=torch.uint8)
+    image[2, :, 30:170] = 255     # the square in the centre is blue
+    write_image(tmp_path / "imagenette2-160/train/n01/1.JPEG", image)
+    monkeypatch.chdir(tmp_path)
+    paste("from pathlib")
+    path, = tmp_path.glob("imagenette-128/train/n01/*")
+    copy = ser.read_image(str(path))
+    assert Image.open(path).quantization[0][0] == 2     # of 95
+    assert copy.shape == (3, 128, 128) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, capsys):
@@ -97,7 +74,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"
-    flags = "--seeds 4 --names SER --bf16 --workers 0 --side 18"
+    flags = "--seeds 4 --names SER --bf16 --workers 0"
     argv = f"--data {tmp_path}/D --out {out} {flags}".split()
     imagenette.main(imagenette.settings(argv))
     rows = json.loads((out / "SER-4/rows.json").read_text())
@@ -105,21 +82,16 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     assert len(linear["values"]) == 3 and plain and all(plain)
     measured = {row["block"] for row in rows if row["classes"] is None}
     assert measured == set(imagenette.settings(argv).blocks)
-    kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "side": 18, "ranks": 1, "bf16": True,
+    kept = {"epochs": 1, "ratio": 0.25, "b2": 2, "ranks": 1, "bf16": True,
             "own": "ser.py --weight 0.5"}
     assert kept.items() <= linear.items()
-    assert ser.load_checkpoint(out / "SER-4/last.pt")["settings"]["data"] == str(out / "images")
 
-    # Copies of other images, and two rows of one run and seed, are no results of this run.
-    other = imagenette.settings([*argv[2:], "--data", class_folders(tmp_path / "E/train")])
-    assert "18 px of" in sentence(imagenette.main, other)
-    for side in (["--side", "20"], []):
-        assert "18 px of" in sentence(imagenette.main, imagenette.settings([*argv[:-2], *side]))
+    # Two rows of one run and seed are refused, and so are those of other runs.
     path = str(out / "SER-4/rows.json")
     twice = ["--show", path, path, "--out", str(out), *argv[4:], "--seeds", "4", "5"]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     twice[1] = str(out / "others.json")
-    for column in ("flags", "images", "side", "ranks", "bf16"):
+    for column in ("flags", "images", "ranks", "bf16"):
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
@@ -135,8 +107,6 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
         assert f"\n|  |{titles}\n" in capsys.readouterr().out
-    next(tmp_path.glob("D/val/*/*")).unlink()
-    assert "18 px of" in sentence(imagenette.main, imagenette.settings(argv))
 
 
 def tables(out, capsys, *flags):
