@@ -212,11 +212,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        # Rows called "train", or "crops" of paper/evaluations/bench3die.py, are of training images.
-        taken = ["train", "crops", *tests]
-        if not folder or name in taken:
-            sys.exit(f"--test {test}: should be NAME=DIR, with a name other than "
-                     f"{', '.join(taken)}")
+        if not folder or name in ("train", *tests):     # `describe` names all of them
+            sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
     return Sets(classes, train_centre, class_folder(train, random_crop), tests)
 

@@ -880,13 +880,13 @@ def adamw(model: nn.Module, args: Namespace) -> Optimizer:
     return AdamW(trained, weight_decay=args.weight_decay, fused=True)
 
 
-def learning_rate(args: Namespace, epoch: float) -> float:
-    """A linear warmup, then half a cosine to 0."""
+def learning_rate(args: Namespace, epoch: float, end: float = 0.0) -> float:
+    """A linear warmup, then half a cosine to `end`."""
     peak = args.base_lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
         return peak * epoch / args.warmup_epochs
     progress = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> None:
@@ -928,7 +928,6 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     may_differ = (
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
-        "steps", "b2",                           # they follow from settings that are compared
         "device",                                # a run may move, with the same --bf16
         "code")                                  # it is reported, below
     differ = [

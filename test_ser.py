@@ -999,10 +999,10 @@ def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys
     assert "names_checksum" in told and "images 43" not in told
 
 
-def test_all_settings_but_nine_are_compared_and_those_that_differ_are_listed(whole_run):
+def test_all_settings_but_seven_are_compared_and_those_that_differ_are_listed(whole_run):
     told = sentence(ser.resume, whole_run / "last.pt", dict(weight=0.25, extra=1), None, None)
     assert "weight 0.5 (now 0.25)" in told
-    free = {"data", "out", "workers", "log_every", "save_every", "steps", "b2", "device", "code"}
+    free = {"data", "out", "workers", "log_every", "save_every", "device", "code"}
     listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
@@ -1544,7 +1544,7 @@ def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
     assert capsys.readouterr().out.count("step 7 of 9") == 1     # the run has not ended
 
 
-@parametrize("test", ["train=few", "val=few", "crops=few", "few", "few=few few=val"])
+@parametrize("test", ["train=few", "val=few", "few", "few=few few=val"])
 def test_a_set_that_would_replace_another_is_refused(test, tree, checkpoint):
     words = test.replace("=", f"={tree}/").split()
     args = eval_args(tree, checkpoint, *[f"--test={word}" for word in words])

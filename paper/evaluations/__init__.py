@@ -17,12 +17,11 @@ ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned",
             "SER on rotated crops": "turned-SER"}
 
 
-def arguments(data: str = "", several: bool = False) -> ArgumentParser:
-    """The flags of the evaluations. data: the help of --data, "" for none; several: checkpoints."""
+def arguments(data: str, several: bool = False) -> ArgumentParser:
+    """The flags of the evaluations. data: the help of --data; several: checkpoints."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    if data:
-        add("--data", required=True, help=data)
+    add("--data", required=True, help=data)
     if several:
         add("--checkpoint", nargs="+", help="last.pt of one or more runs; none: paper/encoders")
         add("--label", nargs="+", help="their names; none: their paths")

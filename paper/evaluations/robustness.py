@@ -1,12 +1,12 @@
 """ImageNet-C and ImageNet-P: the paper's tables of robustness (A.5), printed beside our results.
 
-    python eval_linear.py --data /imagenet --checkpoint runs/main/last.pt     # writes a head
-    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-c /imagenet-c
-    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --imagenet-p /imagenet-p
-    python -m paper.evaluations.robustness --checkpoint runs/main/last.pt --turned /imagenet/val
+    python eval_linear.py --data /imagenet --checkpoint runs/x/last.pt     # writes a head
+    python -m paper.evaluations.robustness --checkpoint runs/x/last.pt --kind C --data /imagenet-c
+    python -m paper.evaluations.robustness --checkpoint runs/x/last.pt --kind P --data /imagenet-p
 
-The encoder and the head of the linear probe stay as they are. The last line is ours: turned images
-of val. C and P are altered images of val (Zenodo 2235448 and 3565846), each unpacked to a folder:
+The encoder and the head of the linear probe stay as they are. `--kind turned --data /imagenet/val`
+is ours, and turns the images of val. C and P are altered images of val (Zenodo 2235448 and
+3565846), each unpacked to a folder:
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
@@ -52,18 +52,12 @@ PAPER = {"C": """
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments()
+    parser = arguments("folder of ImageNet-C or ImageNet-P; for turned images, of val's classes")
     add = parser.add_argument
+    add("--kind", required=True, choices=list(SETS), help="what the images are")
     add("--head", default="", help="of eval_linear.py; none: the one beside the checkpoint")
-    add("--imagenet-c", "--c", dest="c", default="", help="its folder")
-    add("--imagenet-p", "--p", dest="p", default="", help="its folder")
-    add("--turned", default="", help="folder of the validation classes, whose images are turned")
     add("--batch-size", type=ser.count, default=1024, help="images per pass, over all ranks")
-    args = parser.parse_args(argv)
-    args.data = args.c or args.p or args.turned     # eval_linear.read_checkpoint asks for it
-    if not args.data:
-        parser.error("--imagenet-c, --imagenet-p or --turned must name a folder")
-    return args
+    return parser.parse_args(argv)
 
 
 def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
@@ -188,37 +182,35 @@ def table(kind: str, results: dict, classes: int) -> str:
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
-    """Score what the command line names; write each set when it is scored, then print tables."""
+    """Score the sets of --data; write each when it is scored, then print their table."""
     _, rank = ser.ranks_and_rank()
-    roots = {"C": args.c, "P": args.p, "turned": args.turned}
-    folders = {kind: find_sets(kind, root) for kind, root in roots.items() if root}
+    folders = find_sets(args.kind, args.data)
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "robustness.json")
     encoder = checkpoint.encoder.to(device)
     head = load_head(args, checkpoint)
 
-    results = {kind: {} for kind in folders}
-    sets_of = {kind: {} for kind in folders}     # what rows say of images -> sets that have them
-    for kind, sets in folders.items():
-        for name, folder in sets.items():     # ten sets of P take hours
-            score = score_videos if kind == "P" else score_images
-            change = transform_of(kind, name, encoder)
-            scores, data = score(encoder, head, folder, change, args)
+    score = score_videos if args.kind == "P" else score_images
+    results = {}
+    sets_of = {}     # what rows say of images -> sets that have them
+    for name, folder in folders.items():     # ten sets of P take hours
+        change = transform_of(args.kind, name, encoder)
+        scores, data = score(encoder, head, folder, change, args)
 
-            results[kind][name] = scores
-            images = eval_linear.describe({kind: data})
-            sets_of[kind].setdefault(images, []).append(name)
-            values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
-            rows = eval_linear.make_rows(values, f"{kind}/{name}", len(head.classes), encoder.depth)
-            rows = [row | {"head": head.made} for row in rows]
-            if rank == 0:
-                eval_linear.add_rows(path, rows, args, checkpoint, images)
+        results[name] = scores
+        images = eval_linear.describe({args.kind: data})
+        sets_of.setdefault(images, []).append(name)
+        values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
+        title = f"{args.kind}/{name}"
+        rows = eval_linear.make_rows(values, title, len(head.classes), encoder.depth)
+        rows = [row | {"head": head.made} for row in rows]
+        if rank == 0:
+            eval_linear.add_rows(path, rows, args, checkpoint, images)
 
     if rank == 0:
-        for kind in results:
-            print(table(kind, results[kind], len(head.classes)))
-            if len(sets_of[kind]) > 1:
-                print(f"Sets have other images. Were all unpacked? They are: {sets_of[kind]}")
+        print(table(args.kind, results, len(head.classes)))
+        if len(sets_of) > 1:
+            print(f"Sets have other images. Were all unpacked? They are: {sets_of}")
         print(f"scored by {head.path}; results are in {path}")
 
 

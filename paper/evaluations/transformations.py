@@ -104,34 +104,31 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     sets = eval_linear.load_sets(args, run.image_size)
     train = spread(sets.train_centre, args.images)
     test = spread(sets.tests["val"], args.images // 2)
+    images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
 
+    lines = {task: [f"{task}, % after blocks {layers}, chance {100 / len(versions):g}"]
+             for task, versions in TASKS.items()}
     checkpoints = {"untrained": eval_linear.untrained(checkpoint), "trained": checkpoint}
-    features = {}
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
-        features[name] = [version_features(encoder, data, layers, args.workers)
-                          for data in (train, test)]
+        x = version_features(encoder, train, layers, args.workers)
+        x_test = version_features(encoder, test, layers, args.workers)
 
-    rows = {name: [] for name in checkpoints}
-    lines = []
-    for task, versions in TASKS.items():
-        lines.append(f"{task}, % after blocks {layers}, chance {100 / len(versions):g}")
-        for name, (x, x_test) in features.items():
+        rows = []
+        for task, versions in TASKS.items():
             line = f"  {name:28}"
             for place, layer in enumerate(layers):
-                own, own_test = x[:, :, place], x_test[:, :, place]
-                value = probe(own, own_test, versions, args.seed)
+                value = probe(x[:, :, place], x_test[:, :, place], versions, args.seed)
                 line += f"{value:8.2f}"
-                made = eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
-                rows[name] += [row | {"encoder": name} for row in made]
-            lines.append(line)
-        if layers == PAPER_LAYERS:
-            lines.append(PAPER[task])
+                rows += eval_linear.make_rows({f"{task} %": value}, "val", len(versions), layer)
+            lines[task].append(line)
+        rows = [row | {"encoder": name} for row in rows]
+        eval_linear.add_rows(path, rows, args, measured, images)
 
-    images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
-    for name, measured in checkpoints.items():
-        eval_linear.add_rows(path, rows[name], args, measured, images)
-    print("\n".join(lines))
+    for task in TASKS:
+        print("\n".join(lines[task]))
+        if layers == PAPER_LAYERS:
+            print(PAPER[task])
     print(f"results are in {path}")
 
 

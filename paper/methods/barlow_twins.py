@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ser
-from paper.methods import dino
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -54,7 +53,7 @@ def schedule(adamw: Optimizer, args: Namespace, epoch: float) -> None:
     """As in the release, the rate ends at 1e-3 of its peak; epoch: with its fraction."""
     peak = args.base_lr * args.batch_size / 256
     for group in adamw.param_groups:
-        group["lr"] = dino.learning_rate(args, epoch, end=1e-3 * peak)
+        group["lr"] = ser.learning_rate(args, epoch, end=1e-3 * peak)
 
 
 def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:

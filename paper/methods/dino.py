@@ -63,15 +63,6 @@ def half_cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def learning_rate(args: Namespace, epoch: float, end: float) -> float:
-    """ser.py's linear warmup, then half a cosine from the peak to `end`."""
-    peak = args.base_lr * args.batch_size / 256
-    if epoch < args.warmup_epochs:
-        return peak * epoch / args.warmup_epochs
-    progress = (epoch - args.warmup_epochs) / (args.epochs - args.warmup_epochs)
-    return half_cosine(peak, end, progress)
-
-
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     """AdamW on three groups: matrices, vectors (biases and norms), and the head's last layer.
     Before a step, each gradient is clipped on its own."""
@@ -101,7 +92,7 @@ def schedule(adamw: Optimizer, args: Namespace, epoch: float) -> None:
     decay = half_cosine(args.weight_decay, args.final_weight_decay, epoch / args.epochs)
     matrices, vectors, last = adamw.param_groups
     for group in (matrices, vectors, last):
-        group["lr"] = learning_rate(args, epoch, args.final_lr)
+        group["lr"] = ser.learning_rate(args, epoch, args.final_lr)
         group["weight_decay"] = decay
     vectors["weight_decay"] = 0.0
     last["frozen"] = epoch < args.freeze_epochs

@@ -45,7 +45,8 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
         write_image(tmp_path / "c/frost/1" / file, image.rot90(3, (1, 2)))
     shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
 
-    call(robustness, f"--checkpoint {path} --c {tmp_path}/c --turned {tmp_path}/data/val")
+    call(robustness, f"--checkpoint {path} --kind turned --data {tmp_path}/data/val")
+    call(robustness, f"--checkpoint {path} --kind C --data {tmp_path}/c")
 
     def found(name):
         return values(tmp_path / "robustness.json", set=name)
@@ -67,7 +68,7 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
     path = toy_checkpoint(tmp_path)     # in place of the stranger's
 
     def load(*flags):
-        args = robustness.settings(["--checkpoint", path, "--c", "C", *flags])
+        args = robustness.settings(["--checkpoint", path, "--kind", "C", "--data", "C", *flags])
         return robustness.load_head(args, eval_linear.read_checkpoint(args))
 
     assert "eval_linear.py" in sentence(load)
@@ -86,8 +87,8 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
     (tmp_path / "c/fog/2").mkdir()     # without images
     path = toy_checkpoint(tmp_path)
     toy_head(path)
-    line = f"--checkpoint {path} --c {tmp_path}/c"
-    assert "/typo" in sentence(call, robustness, line, f"--p {tmp_path}/typo")
+    line = f"--checkpoint {path} --kind C --data {tmp_path}/c"
+    assert "/c/fog" in sentence(call, robustness, f"{line}/fog")
 
     with pytest.raises(FileNotFoundError):
         call(robustness, line)
@@ -100,8 +101,9 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
 def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_path, monkeypatch):
     """Two videos (GIFs inside) of each of three classes, of 1 to 6 frames; two ranks share them."""
     pytest.importorskip("av")
-    line = ["--checkpoint", toy_checkpoint(tmp_path), "--p", str(tmp_path), "--workers", "0"]
-    toy_head(line[1])
+    path = toy_checkpoint(tmp_path)
+    toy_head(path)
+    line = f"--checkpoint {path} --kind P --data {tmp_path} --workers 0".split()
     args = robustness.settings(line)
     encoder = eval_linear.read_checkpoint(args).encoder
     head = robustness.load_head(args, eval_linear.read_checkpoint(args))
