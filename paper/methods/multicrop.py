@@ -35,7 +35,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def six_views(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
+def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).view_settings
     # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
@@ -86,4 +86,4 @@ def build(args: Namespace) -> MultiCropSER:
 
 
 if __name__ == "__main__":
-    ser.train(settings(), build, six_views)
+    ser.train(settings(), build, dataset)

@@ -27,15 +27,10 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
-    figures = []
+    saved = []     # figure, path and metadata of each picture
     module = pytest.importorskip("matplotlib.figure")
-    paths = []
-
-    def save(figure, path, **said):
-        figures.append((figure, said))
-        paths.append(path)
-
-    monkeypatch.setattr(module.Figure, "savefig", save)
+    monkeypatch.setattr(
+        module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
     val = class_folders(tmp_path / "val", size=18)
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
@@ -54,7 +49,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             pale = 0.85 * correspondence.MISSED + 0.15 * copy
             wanted[f"{name}\n{tokens.sum()} of 16"] = torch.where(seen, copy, pale)
 
-        for panel, (title, picture) in zip(figures[0][0].axes[4 * number:], wanted.items()):
+        for panel, (title, picture) in zip(saved[0][0].axes[4 * number:], wanted.items()):
             assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))
 
@@ -65,13 +60,13 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
     toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
     call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
-    assert len(set(paths)) == 3     # no picture replaces another, nor one of older weights
-    assert {path.parent for path in paths} == {tmp_path / "moco"}
-    (three, _), (one, said), _ = figures
+    assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights
+    assert {path.parent for _, path, _ in saved} == {tmp_path / "moco"}
+    (three, *_), (one, _, made_by), _ = saved
     assert len(one.axes) == 4
     photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
     assert (photo == of_class).all()
-    assert eval_linear.fingerprint(ser.load_encoder(ours)) in said["metadata"]["Description"]
+    assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
     call(correspondence, f"--data {phone} --checkpoint {moco} --label moco --layer 1")
     deeper = toy_checkpoint(tmp_path / "deeper", equiv_layers=[3])

@@ -29,8 +29,7 @@ FLAGS["essl"] += "--local-size 8 "
 def recipe(name):
     """What ser.train is given: build, data set, optimizer, schedule; of a script, or ser.py's."""
     script = SCRIPTS[name]
-    images = "six_views" if name == "multicrop" else "dataset"
-    return [getattr(script, "build", ser.build), getattr(script, images, ser.two_view_dataset),
+    return [getattr(script, "build", ser.build), getattr(script, "dataset", ser.two_view_dataset),
             getattr(script, "optimizer", ser.adamw),
             getattr(script, "schedule", ser.set_learning_rate)]
 
@@ -234,14 +233,3 @@ def test_two_ranks_equal_one_process(tmp_path):
             for key, wanted in tensors.items():
                 gap = (found[name][key] - wanted).float().norm()
                 assert gap < 1e-4 * wanted.float().norm() + 1e-6, f"{name}: {key}"
-
-
-def test_the_code_of_a_run_is_ser_py_and_the_script(tmp_path, monkeypatch):
-    script = tmp_path / "script.py"
-    found = set()
-    for argv, text in ((script, "old"), (script, "new"), ("-c", "")):
-        script.write_text(text)
-        monkeypatch.setattr(sys, "argv", [str(argv)])
-        found.add(ser.code_checksum())
-    monkeypatch.setattr(ser, "__file__", str(script))
-    assert len(found | {ser.code_checksum()}) == 4
