@@ -13,11 +13,11 @@ other things:
     --mlp --cache      MLPs      one centre crop     yes     no                      minutes
     --knn              none      -                   yes     no                      minutes
     --equivariance     none      -                   no      after every block       minutes
-    without --data     linear    whole images        yes     of turns, after f1      seconds
 
---equivariance and --knn can be added to --cache and --mlp, and to each other. Where equivariance
-is measured, everything is measured twice, for the trained encoder and for the untrained one
-that its run began with. So heads are trained for both.
+--equivariance and --knn can be added to --cache and --mlp, and to each other. Without --data,
+images are synthetic and whole, and equivariance is measured as well, of turns and after f1. Where
+it is measured, everything is measured twice, for the trained encoder and for the untrained one that
+its run began with. So heads are trained for both.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -162,8 +162,7 @@ class Sets(NamedTuple):
 
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic here, and bilinear in the crops that heads learn from, as the
-    # release and DINO's eval_linear.
+    # Choice: bicubic here, and bilinear in random crops, as the release and DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 

@@ -77,8 +77,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept
-    as the size of its result, not as a factor. `rho` brings a map of any size to it."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept as
+    the size of its result, not as a factor, and `rho` resizes a map of any size to that."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -155,18 +155,18 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
     then resizes them to the grid of view 2. The grid of view 1 is not kept, as its maps have it."""
-    # Without scalings, g_i = Q^ti M^mi, where mi (`flip`, 0 or 1) counts flips M, which
-    # come first, and ti (`turns`) quarter turns Q. So
-    #     g2 g1^-1 = Q^t2 M^m2 M^-m1 Q^-t1 = Q^t2 M^m Q^-t1    with m = m1 xor m2, as M M = 1
-    #                                      = Q^(t2 - s t1) M^m    as M Q = Q^-1 M,
-    # where s is -1 if m is 1, so if one of the views alone is flipped, else 1.
+    # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
+    # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
+    #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
+    #              = Q^t2 M^m2 M^m1 Q^-t1
+    #              = Q^t2 M^m Q^-t1       where m is 1 if one of the views alone is flipped
+    #              = Q^(t2 - s t1) M^m    where s is -1 if m is 1, else 1
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings, g also undoes that of view 1, and then does that of view 2. Choice: both are
-    # one resize, from the grid of view 1 to that of view 2. Two resizes, by way of the unscaled
-    # grid, would blur more.
+    # With scalings, g would resize the map of view 1 to the unscaled grid, and then to the grid of
+    # view 2. Choice: it resizes once, to the grid of view 2, as two resizes would blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -249,9 +249,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur                make_views   P_BLUR         the same
 #     solarization        make_views   P_SOLARIZE     the same
 #
-# The last four operations are the photometric jitter, in section 9. They are done on the device, as
-# CPU cores would take longer for them than for reading and cropping. But all their random numbers
-# are sampled in the loader, except for the order within the colour jitter.
+# The last four operations are the photometric jitter. They are done on the device, as CPU cores
+# would take longer for them than for reading and cropping. But all their random numbers are sampled
+# in the loader, except for the order within the colour jitter.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -310,6 +310,22 @@ def sample_view(image: Tensor, settings: ViewSettings,
         pixels = pixels.flip(-1)
 
     return pixels, sample_jitter(aug, settings)
+
+
+def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
+    """Sample the jitter of a view, beside the crop that was sampled for it."""
+    if random.random() < P_COLOUR:
+        aug = aug._replace(
+            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
+            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
+            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
+            hue=random.uniform(-HUE, HUE))
+    if random.random() < settings.p_blur:
+        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
+        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
+    gray = random.random() < P_GRAY
+    solarize = random.random() < settings.p_solarize
+    return aug._replace(gray=gray, solarize=solarize)
 
 
 @dataclass
@@ -391,6 +407,39 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
 
         views.append(View(b1, b2, geometry, aug, order))
     return views
+
+
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,). Section 9
+    has hue and blur."""
+    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
+        return per_image(field, x).to(x.dtype)
+
+    # These are the operations of torchvision's colour jitter, with a factor of its
+    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
+    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
+    operations = ("brightness", "contrast", "saturation", "hue")
+    for place in order.tolist():
+        operation = operations[place]
+        if operation == "brightness":       # towards black, or away from it
+            x = (number(aug.brightness) * x).clamp(0, 1)
+        elif operation == "contrast":       # towards the mean gray, or away from it
+            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
+        elif operation == "saturation":     # towards the gray of each pixel, or away from it
+            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
+        elif operation == "hue":
+            x = shift_hue(x, number(aug.hue))
+
+    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
+
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
+    if len(to_blur) > 0:
+        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
+
+    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
+    x = torch.where(inverted, 1 - x, x)
+    return normalise(x)
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
@@ -523,7 +572,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
-    # Choice: a LayerNorm, and linear layers without biases, as in the release. Both have one width.
+    # Choice: a LayerNorm, and linear layers of one width without biases, as in the release.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -914,7 +963,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder, in eval mode. A checkpoint of any method has it apart from the model."""
+    """The encoder, in eval mode, from a checkpoint of any method."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
@@ -1023,55 +1072,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: the photometric jitter, files, synthetic images, checks, output ===
-def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Sample the jitter of a view, beside the crop that was sampled for it."""
-    if random.random() < P_COLOUR:
-        aug = aug._replace(
-            brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
-            contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
-            saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
-            hue=random.uniform(-HUE, HUE))
-    if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
-        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
-    gray = random.random() < P_GRAY
-    solarize = random.random() < settings.p_solarize
-    return aug._replace(gray=gray, solarize=solarize)
-
-
-def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
-        return per_image(field, x).to(x.dtype)
-
-    # These are the operations of torchvision's colour jitter, with a factor of its
-    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
-    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
-    operations = ("brightness", "contrast", "saturation", "hue")
-    for place in order.tolist():
-        operation = operations[place]
-        if operation == "brightness":       # towards black, or away from it
-            x = (number(aug.brightness) * x).clamp(0, 1)
-        elif operation == "contrast":       # towards the mean gray, or away from it
-            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
-        elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
-        elif operation == "hue":
-            x = shift_hue(x, number(aug.hue))
-
-    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
-
-    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
-    if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
-
-    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
-    x = torch.where(inverted, 1 - x, x)
-    return normalise(x)
-
-
+# ==== 9. Around it: hue and blur, files, synthetic images, checks, output =============
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
     # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
@@ -1123,8 +1124,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
+    # DATA may also be the folder train itself, in which a class may be called train.
     root = Path(args.data)
-    if root.name != "train" and (root / "train").is_dir():     # a class may be called train
+    if root.name != "train" and (root / "train").is_dir():
         root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.
@@ -1223,7 +1225,8 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--batch-size {size}: should be above {least_b2}")
     if size > n_images or size % ranks > 0:
         largest = min(size, n_images) // ranks * ranks
-        sys.exit(f"--batch-size {size}: should be {largest}; {n_images} images, {ranks} ranks")
+        sys.exit(f"--batch-size {size}: should be {largest}, or a smaller multiple of the {ranks} "
+                 f"ranks; there are {n_images} images")
     if args.ratio > 0 and not least_b2 <= b2_total < size:
         sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
                  f"now b2 has {b2_total} of {size} images")
@@ -1244,7 +1247,7 @@ def print_plan(run: Namespace, start: int) -> None:
         blocks = ", ".join(map(str, run.equiv_layers))
         line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
     else:
-        line += "; there is no L_equiv"     # --weight may be that of another method's loss
+        line += "; there is no L_equiv"
     print(line)
 
 
