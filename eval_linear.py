@@ -380,14 +380,14 @@ def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, floa
 
 
 # ==== 5. k-NN (paper 4.2) =============================================================
-def knn(train: Tensor, train_labels: Tensor, test: Tensor, labels: Tensor) -> float:
+def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
     """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
     features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
     # Choice: 4.2 says 20-NN. Features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train)
     classes = int(train_labels.max()) + 1
     right = 0
-    for x, y in zip(test.split(256), labels.split(256)):
+    for x, y in zip(test.split(256), test_labels.split(256)):
         similarities = F.normalize(x) @ train.T                               # (B, m)
         nearest = similarities.topk(min(20, len(train)))                      # (B, 20)
         votes = x.new_zeros(len(x), classes)

@@ -21,9 +21,10 @@ Usage:
 Sections 1 to 6 are the method. At a first reading, skip `equivariance_loss`, which ends
 section 4.
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, but for
-batch, epochs and warmup, so a departure from MoCo-v3 is one from the paper. We take them from
-MoCo-v3's code and from the ViT-S commands in its CONFIG.md, except where a comment says otherwise.
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, except for
+batch, epochs and warmup. So where we depart from MoCo-v3, we depart from the paper. The settings
+are those of MoCo-v3's code and of the ViT-S commands in its CONFIG.md, except where a comment says
+otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -145,7 +146,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # It is made contiguous, as a resize of strided memory differs in the last bits.
+    # Resizing strided memory would give other last bits, so the turned map is made contiguous.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -239,7 +240,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #                           pixels (B, 3, S, S) and tensors (B,) of numbers
 #     make_views            [View, View], where b2 is moved, and all images are jittered
 #
-# The operations of T are those of MoCo-v3. It flips last, which makes no difference.
+# The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
 #     operation           done in      probability    T_eq, for b2, has
 #     a random crop       loader       1              the whole image, as a square
@@ -518,7 +519,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
-                for matrix in module.weight.flatten(1).chunk(matrices):     # views of the weight
+                for matrix in module.weight.flatten(1).chunk(matrices):     # parts of the weight
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
@@ -547,7 +548,7 @@ class ViT(nn.Module):
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
             if layer in layers:
-                # Choice: a map has passed no final LayerNorm, not even that of the last block.
+                # Choice: maps do not pass the final LayerNorm, not even after the last block.
                 patches = x[:, -(H * W):]     # all tokens but [CLS]
                 maps[layer] = patches.mT.unflatten(2, (H, W))
                 if layer > self.cls_layer:
@@ -1098,7 +1099,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
     # Choice: the kernel reaches to three times the largest sigma, 6 pixels in a view of 224.
-    # In images of b2 that were scaled up it reaches further, though sigma stays as it is.
+    # Where images of b2 were scaled up, the kernel reaches further, but sigma is the same.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
