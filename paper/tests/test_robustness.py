@@ -58,8 +58,9 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     assert 0 < found("C/contrast/3")["linear top-1 %"] < 100     # among all classes; one is there
     assert found("turned/270") == found("C/frost/1") != probe
 
-    images, told = re.search(r"'(C: 7 images \w+)': (.*?)}", capsys.readouterr().out).groups()
-    assert told == "['contrast/3']"     # was not unpacked whole
+    pattern = r"images \w+': (.*?), '(C: 7 images \w+)': (.*?)}"
+    whole, images, part = re.search(pattern, capsys.readouterr().out).groups()
+    assert (whole, part) == ("['snow/1', 'frost/1']", "['contrast/3']")     # the last is in part
     assert values(tmp_path / "robustness.json", images=images) == found("C/contrast/3")
 
 
