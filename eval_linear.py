@@ -174,23 +174,27 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     images = ImageFolder(root, transform, loader=ser.read_image)
-    names = classes or images.classes
-    if set(names).isdisjoint(images.classes):
-        # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
-        names = [str(label) for label in range(len(names))]
-
-    for folder in images.classes:
-        if folder not in names:
-            sys.exit(f"{root}: the training images have no class {folder}")
 
     # ImageFolder has numbered the folders of root, some of which may be missing, and takes hidden
     # files, too, which ser.py leaves out.
-    labels = [names.index(folder) for folder in images.classes]
+    labels = labels_of(images.classes, classes or images.classes, root)
     images.samples = [
         (path, labels[number]) for path, number in images.samples
         if "/." not in path.removeprefix(str(root))]
     images.targets = [label for _, label in images.samples]
     return images
+
+
+def labels_of(folders: Sequence[str], classes: Sequence[str], root: str | Path) -> list[int]:
+    """The label of each folder of root, which is its place in `classes`."""
+    if set(folders).isdisjoint(classes):
+        # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
+        classes = [str(label) for label in range(len(classes))]
+
+    for folder in folders:
+        if folder not in classes:
+            sys.exit(f"{root}: the training images have no class {folder}")
+    return [classes.index(folder) for folder in folders]
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -211,7 +215,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     for test in args.test:
         name, _, folder = test.partition("=")
-        if not folder or name in ("train", *tests):     # `describe` names all of them
+        if not folder or name in ("train", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = class_folder(folder, centre, classes)
     return Sets(classes, train_centre, class_folder(train, random_crop), tests)
@@ -407,7 +411,7 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)).
     g = g2 g1^-1 is sampled as in training, and leaves some images as they are. Choice, unlike
-    A.2: it scales by the factor of g2 alone, as x was not scaled by that of g1."""
+    A.2: as x is the image itself, not a view that g1 has scaled, g scales by g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -472,13 +476,13 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
-        gray=none, blur=none, solarize=none)
+        gray=none, blur=torch.zeros(len(x)), solarize=none)
     return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
 def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
-    """The token map after a block. Choice, unlike in training: that of the last block, A.2's
-    "final representation", is after the final LayerNorm."""
+    """The token map after a block. Choice: that of the last block, A.2's "final representation",
+    is after the final LayerNorm, which training does not apply to maps."""
     h = encoder(x, [block]).maps[block]
     if block == encoder.depth:
         h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
@@ -541,8 +545,8 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
 
 def table_format(measure: str) -> tuple[str, int, int]:
-    """How tables show a measure: its title, what values are multiplied by, and digits. Accuracies
-    are percent in the file, too, a retrieval is a share there, and a cosine is no percentage."""
+    """How tables show a measure: its title, what values are multiplied by, and digits. The file has
+    accuracies in percent, and a retrieval as a share, which tables show in percent."""
     if "retrieval" in measure:
         return f"{measure} %", 100, 1
     digits = 3 if "cosine" in measure else 1
@@ -657,6 +661,7 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, run.cls_layer))]
 
+    # If it is measured at all, then of the untrained encoder, too, and so is all else.
     checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
     checkpoints["trained"] = checkpoint
 

@@ -8,7 +8,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    made by crops, flips and photometric jitter (T), views of b2 by motions from
                    a group G, which can be undone, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
-                   Choice, unlike Eq. 3: it is one mean over b1 and b2 (section 6)
+                   Unlike in Eq. 3, it is one mean over b1 and b2 (see section 6)
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
                    match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
@@ -37,8 +37,8 @@ no gradient (see README.md), but it says what the paper leaves open.
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
     R        ranks, the processes of torchrun, one for each GPU
-    C h w    channels (3 in images), rows and columns of images; S x S for a square view
-    N H W    tokens of a map, its rows and its columns; N = H W
+    C h w    channels (3 in images), rows and columns; S x S for a square view
+    N H W    patch tokens of a map, its rows and its columns; N = H W
     D K      width of the encoder, width of a projection
 """
 import copy
@@ -78,8 +78,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. A scaling is kept as
-    the size of its result, not as a factor, and `rho` resizes a map of any size to that."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is no factor
+    here, but the size that results, to which `rho` resizes a map of any size."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -89,9 +89,9 @@ class Geometry(NamedTuple):
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling of their grid x grid tokens. The
-    grid of the result is that after the scaling. All kinds of motion are always sampled, so a
-    seed gives the same turns with any `elements`."""
+    """Sample flips and turns for `batch` images, and one scaling for all of them. Maps of grid x
+    grid tokens are scaled to the `grid` of the result. All kinds of motion are always sampled, so
+    a seed gives the same turns with any `elements`."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -146,7 +146,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Resizing strided memory would give other last bits, so the turned map is made contiguous.
+    # The turned map is made contiguous, because PyTorch resizes strided memory by other code,
+    # which rounds differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -154,8 +155,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them,
-    then resizes them to the grid of view 2. The grid of view 1 is not kept, as its maps have it."""
+    """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
+    resizes them to the grid of view 2. The size before that is the map's own, so g needs none."""
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
     #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
@@ -304,8 +305,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Crops and whole images become squares. Paper: 3.2, b2 is not cropped. Choice: it
-    # is a square here, too, so that a batch is one tensor, and rho resizes it again.
+    # Crops become squares. Paper: 3.2, b2 is not cropped. Choice: whole images become squares,
+    # too, so that a batch is one tensor. So images of b2 are resized twice, here and by `rho`.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -688,8 +689,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 #                              the final [CLS] of all its images, (B, D)
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP: no biases, BatchNorm and ReLU between layers, and a last BatchNorm
-    without affine parameters."""
+    """MoCo-v3's MLP: linear layers without biases, BatchNorm and ReLU between them, and at the
+    end a BatchNorm without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
     layers: list[nn.Module] = []
@@ -795,10 +796,10 @@ class SER(nn.Module):
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
-def nonnegative(text: str, highest: float = sys.float_info.max) -> float:
-    """A number from 0 to `highest`, so neither nan nor inf. Raises ValueError, as the others."""
+def nonnegative(text: str) -> float:
+    """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
     value = float(text)
-    if not 0 <= value <= highest:
+    if not 0 <= value < math.inf:
         raise ValueError
     return value
 
@@ -813,7 +814,10 @@ def positive(text: str) -> float:
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    return nonnegative(text, highest=1)
+    value = nonnegative(text)
+    if value > 1:
+        raise ValueError
+    return value
 
 
 def count(text: str) -> int:
@@ -1021,7 +1025,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # The settings, and what follows from them, for checkpoint and log.
+    # A run is its settings, and facts that follow from them. The checkpoint has it as `settings`.
     run = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
@@ -1059,7 +1063,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. A loss that is not finite ends the run here, before weights are saved.
+        # Log and save. Here alone the loss is looked at. If it is not finite, the run ends before
+        # weights are saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
@@ -1098,8 +1103,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: the kernel reaches to three times the largest sigma, 6 pixels in a view of 224.
-    # Where images of b2 were scaled up, the kernel reaches further, but sigma is the same.
+    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
+    # images so large, which is 6 pixels in a view of 224.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -1281,14 +1286,14 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # In torch 2.6, a thread of gloo that drops the last reference to this tensor waits for
-        # Python, which waits for the thread when the process ends. So a reference is kept.
+        # A reference is kept until the process ends. Without it, torch 2.6 may hang there: the
+        # thread of gloo that drops the tensor waits for Python, and Python for the thread.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log losses, on rank 0. Exits if they are not finite."""
+    """Show and log losses, on rank 0. Exits if their sum, `loss`, is not finite."""
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
