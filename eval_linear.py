@@ -66,7 +66,7 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", action="extend",
-        help="further sets to score, of whole images, which are cropped as those of val")
+        help="further sets to score, whose images are cropped as those of val")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")

@@ -167,8 +167,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
 
-    # With scalings, g would resize the map of view 1 to the unscaled grid, and then to the grid of
-    # view 2. Choice: it resizes once, to the grid of view 2, as two resizes would blur more.
+    # With the scalings S1 and S2, which come last, g is S2 Q^(t2 - s t1) M^m S1^-1. So it would
+    # first resize the map of view 1 to the unscaled grid, and last to the grid of view 2. Choice:
+    # it resizes once, to the grid of view 2, as two resizes would blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -244,8 +245,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
 #     operation           done in      probability    T_eq, for b2, has
-#     a random crop       loader       1              the whole image, as a square
-#     a horizontal flip   loader       P_FLIP         flip, turns, scaling, in make_views
+#     a random crop       loader       1              the whole image, as a square, then a
+#                                                     scaling, in make_views
+#     a horizontal flip   loader       P_FLIP         flip and turns, in make_views
 #     a colour jitter     make_views   P_COLOUR       the same
 #     grayscale           make_views   P_GRAY         the same
 #     blur                make_views   P_BLUR         the same
@@ -458,7 +460,7 @@ def normalise(x: Tensor) -> Tensor:
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 # Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
 class Attention(nn.Module):
-    """Self-attention on (B, N, D)."""
+    """Self-attention on (B, N, D). In f2, [CLS] is one of the N tokens."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -677,6 +679,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
     grid = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), grid, elements, shared)
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
+    # Choice: images are moved after their jitter, and in `make_views` before it, as other trainings
+    # jitter in their loaders.
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return l_equiv(project, relative(g2, g1), h1, h2, temperature)
@@ -1009,7 +1013,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
-    # Images and plan.
+    # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
@@ -1103,8 +1107,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
-    # images so large, which is 6 pixels in a view of 224.
+    # Choice: all kernels of a batch reach equally far, in images of 224 to 6 pixels, which is three
+    # times the largest sigma, and in others in proportion.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -1293,7 +1297,7 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log losses, on rank 0. Exits if their sum, `loss`, is not finite."""
+    """Show and log losses, on rank 0. Exits if the one called `loss` is not finite."""
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
