@@ -161,7 +161,7 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
      "retrieval with jitter, rot90, block 12; retrieval with jitter, hflip, block 12; "
      "retrieval with jitter, scale, block 12; linear; linear, rotated images", TINY),
     ("paper/README.md", "| matching, ten",
-     "MoCo-v3; turned; turned-SER; turned-control; control; SER", f"{MATCHING} 10"),
+     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
     ("README.md", "| patches matched, % |",
      "; ".join(f"matching, {warp}, block 6" for warp in matching.WARPS), f"{MATCHING} 10"),
