@@ -1067,8 +1067,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. Here alone the loss is looked at. If it is not finite, the run ends before
-        # weights are saved.
+        # Log and save. A logged loss that is not finite ends the run, before weights are saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
