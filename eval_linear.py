@@ -661,7 +661,7 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, run.cls_layer))]
 
-    # If it is measured at all, then of the untrained encoder, too, and so is all else.
+    # Where equivariance is measured, so is the untrained encoder, also by heads and 20-NN.
     checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
     checkpoints["trained"] = checkpoint
 

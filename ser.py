@@ -78,8 +78,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is no factor
-    here, but the size that results, to which `rho` resizes a map of any size."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is not kept
+    as a factor, but as the size of its result. `rho` resizes a map of any size to that."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
 
@@ -146,8 +146,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # The turned map is made contiguous, because PyTorch resizes strided memory by other code,
-    # which rounds differently.
+    # The turned map is made contiguous, as a resize of strided memory rounds differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -156,7 +155,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
-    resizes them to the grid of view 2. The size before that is the map's own, so g needs none."""
+    resizes them to the grid of view 2. The grid of view 1 is left out, as its maps have it."""
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
     #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
@@ -317,7 +316,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
 
 
 def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Sample the jitter of a view, beside the crop that was sampled for it."""
+    """Add a sampled jitter to `aug`, which has the crop of a view."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -679,8 +678,8 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
     grid = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), grid, elements, shared)
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-    # Choice: images are moved after their jitter, and in `make_views` before it, as other trainings
-    # jitter in their loaders.
+    # Choice: the jitter comes before the motion, as other trainings jitter in their loaders. In
+    # `make_views` it comes after.
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return l_equiv(project, relative(g2, g1), h1, h2, temperature)
@@ -1106,8 +1105,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: all kernels of a batch reach equally far, in images of 224 to 6 pixels, which is three
-    # times the largest sigma, and in others in proportion.
+    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
+    # times the largest sigma, and in larger images further.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
