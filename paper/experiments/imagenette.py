@@ -42,8 +42,8 @@ RUNS = [
     Run("layer-6", "--weight 0.5 --equiv-layers 6 --cls-layer 0"),
     Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
-TITLES = {"turned": "rotated crops", "turned-control": "control on\nrotated crops",
-          "turned-SER": "SER on\nrotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
+TITLES = {"turned": "rotated crops", "turned-control": "control on rotated crops",
+          "turned-SER": "SER on rotated crops", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
@@ -56,29 +56,28 @@ def plain_attention(words: list[str]) -> None:
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure of matplotlib's: how accurate runs are, and how many rotated patches they find,
-    after the last block."""
+    """A figure of matplotlib's with a bar for each run: how many rotated patches it finds after
+    the first block that was measured and after the last one, and its accuracy."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
-    figure = Figure(figsize=(4.4, 3.3), layout="constrained")
-    axes = figure.subplots()
-    block = max(row["block"] for row in rows)
-    for run in dict.fromkeys(row["run"] for row in rows if row["run"] != "untrained"):
-        found = sweep.select(rows, run, "rot90 retrieval with jitter", block)
-        right = sweep.select(rows, run, "linear top-1 %", block)
-        if not found or not right:
-            continue
-        x = 100 * mean(row["value"] for row in found.values())
-        y = mean(row["value"] for row in right.values())
-        with_loss = "SER" in run     # red, with its name on the right
-        axes.plot(x, y, "o", color="tab:red" if with_loss else "tab:gray")
-        axes.annotate(
-            TITLES.get(run, run), (x, y), (7 if with_loss else -7, 0), va="center",
-            ha="left" if with_loss else "right", textcoords="offset points")
-    axes.margins(y=0.1)
-    axes.set_xlim(-25, 125)     # room for names
-    axes.set_xticks(range(0, 101, 25))
-    axes.set(title=f"{rows[0]['classes']} classes, {rows[0]['epochs']:g} epochs",
-             xlabel="rotated patches found, %", ylabel="linear accuracy, upright images, %")
+    blocks = sorted({row["block"] for row in rows})
+    panels = [
+        ("rot90 retrieval with jitter", blocks[0], f"patches found, block {blocks[0]}, %"),
+        ("rot90 retrieval with jitter", blocks[-1], f"patches found, block {blocks[-1]}, %"),
+        ("linear top-1 %", blocks[-1], "linear accuracy, %")]
+    here = {row["run"] for row in rows}
+    runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
+
+    figure = Figure(figsize=(8.6, 2.6), layout="constrained")
+    for axes, (measure, block, title) in zip(figure.subplots(1, 3, sharey=True), panels):
+        factor = 100 if "retrieval" in measure else 1
+        for run in runs:
+            values = [row["value"] for row in sweep.select(rows, run, measure, block).values()]
+            with_loss = "SER" in run
+            axes.barh(TITLES.get(run, run), factor * mean(values),
+                      color="tab:red" if with_loss else "tab:gray")
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlim(0, 100)
+    axes.invert_yaxis()     # of all three, which share it
     return figure
 
 

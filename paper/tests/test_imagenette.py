@@ -158,7 +158,11 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6",      # the block of L_equiv
     ("paper/README.md", "| CamVid, 100",
      "MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "--epochs 100"),
     ("README.md", "| 100 epochs, % |",
-     "retrieval with jitter, rot90, block 6; linear; linear, rotated images", "--epochs 100"),
+     "retrieval with jitter, rot90, block 2; retrieval with jitter, rot90, block 6; "
+     "linear; linear, rotated images", "--epochs 100"),
+    ("README.md", "| patches matched, block 6, % |",
+     "matching, 15 degrees, block 6; matching, 30 degrees, block 6; matching, 45 degrees, block 6",
+     f"{MATCHING} 100"),
     ("paper/README.md", "| matching, ten",
      "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", f"{MATCHING} 10"),
     ("paper/README.md", "| matching, 100", "turned; turned-SER; control; SER", f"{MATCHING} 100"),
@@ -191,21 +195,22 @@ def test_readmes_accuracies_are_what_is_printed_of_each_setting(setting, flags, 
         assert numbers(cell) == numbers(linear.get(run, ""))[:1 + ("±" in cell)], run
 
 
-def test_the_figure_has_each_run_at_its_patches_and_accuracy(tmp_path, capsys):
+def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
     printed, _ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
     assert path.stat().st_size > 9999
 
     rows, = imagenette.settings(TINY.split()).show
-    axes, = imagenette.draw(json.loads(ser.Path(rows).read_text())).axes
-    drawn = {text.get_text().replace("\n", " "): text.xy for text in axes.texts}
-    dots = {tuple(dot.get_xydata()[0]) for dot in axes.lines}
-    assert set(drawn.values()) == dots and len(dots) == 6
-    for title, run in (("MoCo-v3", "MoCo-v3"), ("SER on rotated crops", "turned-SER")):
-        cells = [printed[line][run] for line in (
-            "rot90 retrieval with jitter %, block 12", "linear top-1 %, block 12")]
-        assert drawn[title] == pytest.approx([numbers(cell)[0] for cell in cells], abs=0.06)
+    panels = imagenette.draw(json.loads(ser.Path(rows).read_text())).axes
+    titles = ["rot90 retrieval with jitter %, block 3", "rot90 retrieval with jitter %, block 12",
+              "linear top-1 %, block 12"]
+    runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
+    for axes, title in zip(panels, titles, strict=True):
+        wanted = [numbers(printed[title][run])[0] for run in runs]
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx(wanted, abs=0.06)
+    names = [label.get_text() for label in panels[0].get_yticklabels()]
+    assert names == [imagenette.TITLES.get(run, run) for run in runs]
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
