@@ -56,28 +56,34 @@ def plain_attention(words: list[str]) -> None:
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure of matplotlib's with a bar for each run: how many rotated patches it finds after
-    the first block that was measured and after the last one, and its accuracy."""
+    """A figure of matplotlib's with bars for each run: how many rotated patches it finds after
+    the first block that was measured and after the last one, and its accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
     blocks = sorted({row["block"] for row in rows})
-    panels = [
-        ("rot90 retrieval with jitter", blocks[0], f"patches found, block {blocks[0]}, %"),
-        ("rot90 retrieval with jitter", blocks[-1], f"patches found, block {blocks[-1]}, %"),
-        ("linear top-1 %", blocks[-1], "linear accuracy, %")]
+    found = "rot90 retrieval with jitter"
+    panels = [(found, blocks[0], f"patches found, block {blocks[0]}, %"),
+              (found, blocks[-1], f"patches found, block {blocks[-1]}, %"),
+              ("linear top-1 %", blocks[-1], "accuracy, upright, %"),
+              ("turned linear top-1 %", blocks[-1], "accuracy, rotated, %")]
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
+    titles = [TITLES.get(run, run) for run in runs]
+    colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
-    figure = Figure(figsize=(8.6, 2.6), layout="constrained")
-    for axes, (measure, block, title) in zip(figure.subplots(1, 3, sharey=True), panels):
-        factor = 100 if "retrieval" in measure else 1
+    figure = Figure(figsize=(9.6, 2.4), layout="constrained")
+    for axes, (measure, block, title) in zip(figure.subplots(1, 4, sharey=True), panels):
+        factor = 100 if measure == found else 1
+        values = []
         for run in runs:
-            values = [row["value"] for row in sweep.select(rows, run, measure, block).values()]
-            with_loss = "SER" in run
-            axes.barh(TITLES.get(run, run), factor * mean(values),
-                      color="tab:red" if with_loss else "tab:gray")
-        axes.set_title(title, fontsize="medium")
-        axes.set_xlim(0, 100)
-    axes.invert_yaxis()     # of all three, which share it
+            seeds = sweep.select(rows, run, measure, block).values()
+            values.append(factor * mean(row["value"] for row in seeds))
+        axes.bar_label(axes.barh(titles, values, color=colors), fmt="%.1f", padding=3)
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.set_xlim(0, 110)     # room for numbers
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    axes.invert_yaxis()     # of all four, which share it
     return figure
 
 

@@ -143,6 +143,7 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     loader = [(("views", torch.rand(4, 3, 224, 224, generator=seeded())), "labels")]
     names = paste("import timm", loader=loader, your_views=lambda image: "views",
                   your_loss=lambda vit, views: 0.0)
+    names = paste("whole", **names)
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
     assert views == "views" and image.shape == (3, 224, 224) and image.max() == 1
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
