@@ -174,6 +174,9 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
     images = ImageFolder(root, transform, loader=ser.read_image)
+    hidden = [name for name in images.classes if name.startswith(".")]
+    if hidden:
+        sys.exit(f"{root}: the hidden folder {hidden[0]} would be a class; delete it")
 
     # ImageFolder has numbered the folders of root, some of which may be missing, and takes hidden
     # files, too, which ser.py leaves out.
@@ -213,6 +216,8 @@ def load_sets(args: Namespace, size: int) -> Sets:
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
+    if os.path.samefile(tests["val"].root, train):
+        sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
         if not folder or name in ("train", *tests):
@@ -409,9 +414,10 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)).
-    g = g2 g1^-1 is sampled as in training, and leaves some images as they are. Choice, unlike
-    A.2: as x is the image itself, not a view that g1 has scaled, g scales by g2 alone."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Choice: the
+    cosine is of each token, as A.2 does not say. g = g2 g1^-1 is sampled as in training, and leaves
+    some images as they are. Choice, unlike A.2: as x is the image itself, not a view that g1 has
+    scaled, g scales by g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -691,6 +697,9 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_heads:
             blocks = ", ".join(map(str, feature_blocks(checkpoint.encoder)))
             print(f"heads read [CLS] after block {blocks}")
+        n_val = len(sets.tests["val"])
+        if pairs and n_val < PART_SIZE:
+            print(f"retrieval is among {n_val} images, easier than among {PART_SIZE}")
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 

@@ -32,7 +32,7 @@ Comments have three tags:
     Paper:              the paper prescribes this, which may surprise
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
-no gradient (see README.md), but it says what the paper leaves open.
+no gradient (see README.md), but the code decides much that the paper leaves open.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -81,7 +81,7 @@ class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is not kept
     as a factor, but as the size of its result. `rho` resizes a map of any size to that."""
     flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns, modulo 4
+    turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
@@ -89,9 +89,9 @@ class Geometry(NamedTuple):
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling for all of them. Maps of grid x
-    grid tokens are scaled to the `grid` of the result. All kinds of motion are always sampled, so
-    a seed gives the same turns with any `elements`."""
+    """Sample flips and turns for `batch` images, and one scaling for all of them. Here `grid` is
+    the side of a map before the scaling, in tokens; the result's has rows and columns after it.
+    All kinds of motion are always sampled, so a seed gives the same turns with any `elements`."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -101,19 +101,19 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
     # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are
-    # rounded. W / H has the release's range.
+    # rounded. The aspect, columns / rows, has the release's range.
     area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
-    height = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
-    width = round(grid * math.sqrt(area * aspect))
+    rows = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
+    columns = round(grid * math.sqrt(area * aspect))
 
     if "hflip" not in elements:
         flip[:] = False
     if "rot90" not in elements:
         turns[:] = 0
     if "scale" not in elements:
-        height = width = grid
-    return Geometry(flip, turns, (height, width))
+        rows = columns = grid
+    return Geometry(flip, turns, (rows, columns))
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
@@ -155,7 +155,10 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
-    resizes them to the grid of view 2. The grid of view 1 is left out, as its maps have it."""
+    resizes them to the grid of view 2."""
+    # The scaling of view 1, which g1^-1 would undo, does not appear. Choice: a map is resized
+    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more.
+    #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
     #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
@@ -165,10 +168,6 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
-
-    # With the scalings S1 and S2, which come last, g is S2 Q^(t2 - s t1) M^m S1^-1. So it would
-    # first resize the map of view 1 to the unscaled grid, and last to the grid of view 2. Choice:
-    # it resizes once, to the grid of view 2, as two resizes would blur more.
     return Geometry(flip, turns, g2.grid)
 
 
@@ -194,6 +193,14 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
 # image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
 # `args` are the flags of section 7, under their names there.
+#
+# What becomes of an image:
+#
+#     batch_items           (epoch, index, in_b2)
+#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
+#     the loader            the same for a batch, by PyTorch's collate function, which makes
+#                           pixels (B, 3, S, S) and tensors (B,) of numbers
+#     make_views            [View, View], where b2 is moved, and all images are jittered
 def seed_of(*names: Any) -> int:
     """A seed from names and numbers, the same in all processes, unlike `hash`."""
     return random.Random(repr(names)).getrandbits(63)
@@ -233,14 +240,6 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         yield items + [(epoch, index, True) for index in b2]
 
 
-# What becomes of an image:
-#
-#     batch_items           (epoch, index, in_b2)
-#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
-#     the loader            the same for a batch, by PyTorch's collate function, which makes
-#                           pixels (B, 3, S, S) and tensors (B,) of numbers
-#     make_views            [View, View], where b2 is moved, and all images are jittered
-#
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
 #     operation           done in      probability    T_eq, for b2, has
@@ -569,9 +568,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `patch_ntxent` compares the tokens of two views. `l_equiv` moves the map of view 1, projects the
-# tokens of both, and compares them; `SER`, in section 6, calls it for each layer. For trainings
-# that are not ours, `equivariance_loss` begins with the images.
+# `patch_ntxent` compares projected tokens. `equiv_of_maps` begins with the maps of two views, moves
+# the first, and projects both. `SER.equiv_of_views`, in section 6, calls it for each layer. For
+# trainings that are not ours, `equivariance_loss` begins with the images.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
@@ -652,8 +651,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         return (torch.logaddexp(positive, log_sum) - positive).mean()
 
 
-def l_equiv(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
-            temperature: float = 0.3) -> Tensor:
+def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
+                  temperature: float = 0.3) -> Tensor:
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2,
     (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
@@ -682,7 +681,7 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
     # `make_views` it comes after.
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
-    return l_equiv(project, relative(g2, g1), h1, h2, temperature)
+    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
@@ -782,23 +781,24 @@ class SER(nn.Module):
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
-        equiv = self.equiv_of_pair(view1, view2, maps1, maps2)
+        equiv = self.equiv_of_views(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
-    def equiv_of_pair(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
+    def equiv_of_views(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
         """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2. With 2 + 4
         views, paper/methods/multicrop.py calls it for several pairs."""
         g = relative(view2.geometry, view1.geometry)
         losses = []
         for layer in self.layers:
             project = self.projectors[str(layer)]
-            losses.append(l_equiv(project, g, maps1[layer], maps2[layer], self.temperature))
+            h1, h2 = maps1[layer], maps2[layer]
+            losses.append(equiv_of_maps(project, g, h1, h2, self.temperature))
         return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. Argparse tells their names, as in "--ratio: invalid share value: '2'".
+# Types of flags. Argparse prints their names, as in "--ratio: invalid share value: '2'".
 def nonnegative(text: str) -> float:
     """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
     value = float(text)
@@ -938,7 +938,7 @@ def adamw(model: nn.Module, args: Namespace) -> Optimizer:
 
 
 def learning_rate(args: Namespace, epoch: float, end: float = 0.0) -> float:
-    """A linear warmup, then half a cosine to `end`."""
+    """A linear warmup, then half a cosine to `end`, which only paper/methods need."""
     peak = args.base_lr * args.batch_size / 256
     if epoch < args.warmup_epochs:
         return peak * epoch / args.warmup_epochs
@@ -986,7 +986,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "device",                                # a run may move, with the same --bf16
-        "code")                                  # it is reported, below
+        "code")                                  # reported below, as data is
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -994,6 +994,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
+    if rank == 0 and saved.get("data") != settings.get("data"):     # with the same names of images
+        print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}")
     if rank == 0 and saved.get("code") != settings.get("code"):
         print(f"{path} was trained by other code, or from another script, and goes on; to train "
               "anew, give a new --out")
@@ -1028,21 +1030,21 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # A run is its settings, and facts that follow from them. The checkpoint has it as `settings`.
-    run = Namespace(
+    # The settings of a run are its flags, and facts that follow from them.
+    settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
         ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code_checksum())
     path = Path(args.out, "last.pt")
-    start = resume(path, vars(run), model, optimizer) if path.exists() else 0
+    start = resume(path, vars(settings), model, optimizer) if path.exists() else 0
 
     # A loader of the batches of all steps that are left, over all epochs, and the log.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    log, bar = open_log(path.with_name("log.jsonl"), run, start)
+    log, bar = open_log(path.with_name("log.jsonl"), settings, start)
     if rank == 0:
-        print_plan(run, start)
+        print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
@@ -1072,7 +1074,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, steps=steps, settings=vars(run), model=model.state_dict(),
+            save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
@@ -1288,8 +1290,9 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # A reference is kept until the process ends. Without it, torch 2.6 may hang there: the
-        # thread of gloo that drops the tensor waits for Python, and Python for the thread.
+        # Nothing reads this reference. It keeps the tensor, as torch 2.6 with gloo may else hang
+        # when the process ends: the thread that drops the tensor waits for Python to go on, and
+        # Python, which ends, for the thread.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 

@@ -104,8 +104,7 @@ def last(out):
 def log_of(out):
     lines = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
     for line in lines:
-        if "step" in line:
-            del line["images_per_s"]     # the only number that no run repeats
+        line.pop("images_per_s", None)     # the only number that no run repeats
     return lines
 
 
@@ -834,7 +833,7 @@ def test_the_defaults_are_the_papers():
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
     assert {x.eps for x in base.encoder.modules() if isinstance(x, nn.LayerNorm)} == {1e-6}
-    for loss in (patch_ntxent, ser.l_equiv, ser.equivariance_loss):
+    for loss in (patch_ntxent, ser.equiv_of_maps, ser.equivariance_loss):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]
@@ -848,9 +847,6 @@ def test_small_settings_are_for_synthetic_images():
     full = vars(ser.parse(["--data", "imagenet"]))
     small = vars(ser.parse(["--depth", "5"]))
     assert small == full | ser.SMALL | dict(data="", depth=5)
-    readmes = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
-                   batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512)
-    assert readmes | dict(workers=0) == ser.SMALL
     assert same(ser.find_images(toy()), ser.find_images(toy(seed=1)))
 
 
@@ -992,7 +988,7 @@ def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
     ser.train(args)
-    assert re.search("(?s)by other code.*at step 10 of 10", capsys.readouterr().out)
+    assert re.search(f"(?s){moved}.*by other code.*at step 10 of 10", capsys.readouterr().out)
 
     (moved / "b").rename(moved / "c")     # which changes neither the names nor their order
     told = sentence(ser.train, args)
@@ -1502,7 +1498,7 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     ("--knn", "20-NN", 0), ("--equivariance", "", 6), ("--mlp --knn", "mlp 20-NN", 0),
     ("--knn --cache", "linear 20-NN", 0), ("--knn --equivariance", "20-NN", 6),
     ("--equivariance --cache", "linear 20-NN", 6)])
-def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):
+def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint, capsys):
     rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
     kinds = {row["measure"].split()[0] for row in rows if row["classes"]}
     assert not eval_linear.parse(["--knn"]).with_heads     # of synthetic images
@@ -1515,6 +1511,7 @@ def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoi
     assert kinds == set(accuracies.split())
     assert places == set(itertools.product(range(1, blocks + 1), ser.ELEMENTS))
     assert any(row["encoder"] == "untrained" for row in rows) == (blocks > 0)
+    assert ("among 15 images" in capsys.readouterr().out) == (blocks > 0)
 
 
 def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
@@ -1557,8 +1554,11 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
     shutil.copytree(tree / "few", tmp_path / "train")
     args = eval_linear.parse(["--data", str(tmp_path)])
     assert "--val" in sentence(eval_linear.load_sets, args, 16)
-    args.val = str(tree / "val")
-    assert "class0" in sentence(eval_linear.load_sets, args, 16)
+    for val, told in ((tree / "val", "class0"), (tmp_path / "train", "training images")):
+        args.val = str(val)
+        assert told in sentence(eval_linear.load_sets, args, 16)
+    (tmp_path / "train" / "class1").rename(tmp_path / "train" / ".class1")
+    assert "hidden" in sentence(eval_linear.load_sets, args, 16)
 
 
 @parametrize("flags, told", [("--checkpoint last.pt", "add --data"),

@@ -85,4 +85,4 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                         "checksum_of_names": ser.checksum(sorted(images))}
     harmless = ("data", "out", "workers", "save_every")
     named = {f"{name}_{key}": value for key, value in own.items() if key not in harmless}
-    return checkpoint.settings | named | {"code": ser.code_checksum()}
+    return checkpoint.settings | named | {"data": args.data, "code": ser.code_checksum()}

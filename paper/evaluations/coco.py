@@ -233,6 +233,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     path = eval_linear.results_path(args, "coco.json")
     train_set = photos(args, "train2017", train=True)
     val = photos(args, "val2017", train=False)
+    if 0 in val.coco.cats or val.coco.cats != train_set.coco.cats:     # 0 is the background
+        sys.exit("the categories of train2017 and val2017 should be the same, numbered from 1 on")
     names = [train_set.coco.imgs[number]["file_name"] for number in train_set.ids]
     run = training_settings("coco", args, checkpoint, names)
     # Images of the same names may have other boxes.

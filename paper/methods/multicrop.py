@@ -74,7 +74,7 @@ class MultiCropSER(ser.SER):
 
         equiv = 0.0
         for i in range(0, len(views), 2):
-            equiv = equiv + self.equiv_of_pair(views[i], views[i + 1], maps[i], maps[i + 1])
+            equiv = equiv + self.equiv_of_views(views[i], views[i + 1], maps[i], maps[i + 1])
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 

@@ -71,6 +71,9 @@ def test_a_small_detector_finds_squares(tmp_path):
     index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
     index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
     assert "coco_boxes" in sentence(call, coco, line, "--base-lr 3e-3")
+    for other in (0, 91):
+        index.write_text(index.read_text().replace('"id": 90}', f'"id": {other}}}'))
+        assert "categories" in sentence(call, coco, line)
 
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
