@@ -140,12 +140,13 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
 
 
 def test_the_copied_loss_trains_a_vit_of_timm():
-    loader = [(("views", torch.rand(4, 3, 224, 224, generator=seeded())), "labels")]
+    images = torch.randint(256, (4, 3, 224, 224), generator=seeded()).to(torch.uint8)
+    loader = [(("views", images), "labels")]
     names = paste("import timm", loader=loader, your_views=lambda image: "views",
                   your_loss=lambda vit, views: 0.0)
     names = paste("whole", **names)
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
-    assert views == "views" and image.shape == (3, 224, 224) and image.max() == 1
+    assert views == "views" and image.shape == (3, 224, 224) and image.max() == 255
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
     assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
 
