@@ -225,19 +225,18 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
     those of b2. The last, incomplete batch of an epoch is dropped. The sizes of b1 and b2 are
     multiples of R, as that of the batch is."""
     ranks, rank = ranks_and_rank()
-    size = args.batch_size
-    b1_total = size - ranks * b2_per_rank(args, ranks)
+    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)
+    steps_per_epoch = n_images // args.batch_size
 
-    for step in range(start, end):
-        epoch, place = divmod(step, n_images // size)     # the batch's place in its epoch
-        if step == start or place == 0:     # a run may go on in the middle of an epoch
-            order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
-            batches = order.split(size)
-
-        b1 = batches[place][:b1_total].chunk(ranks)[rank].tolist()
-        b2 = batches[place][b1_total:].chunk(ranks)[rank].tolist()
-        items = [(epoch, index, False) for index in b1]
-        yield items + [(epoch, index, True) for index in b2]
+    for epoch in range(start // steps_per_epoch, math.ceil(end / steps_per_epoch)):
+        order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
+        batches = order.split(args.batch_size)[:steps_per_epoch]
+        for step, batch in enumerate(batches, epoch * steps_per_epoch):
+            if start <= step < end:     # a run may go on or end in the middle of an epoch
+                b1 = batch[:b1_total].chunk(ranks)[rank].tolist()
+                b2 = batch[b1_total:].chunk(ranks)[rank].tolist()
+                items = [(epoch, index, False) for index in b1]
+                yield items + [(epoch, index, True) for index in b2]
 
 
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
