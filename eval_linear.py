@@ -15,9 +15,11 @@ other things:
     --equivariance     none      -                   no      after every block       minutes
 
 --equivariance and --knn can be added to --cache and --mlp, and to each other. Without --data,
-images are synthetic and whole, and equivariance is measured as well, of turns and after f1. Where
-it is measured, everything is measured twice, for the trained encoder and for the untrained one that
-its run began with. So heads are trained for both.
+images are synthetic and not cropped. Equivariance is then always measured, but only of turns, and
+only after f1.
+
+Where equivariance is measured, the untrained encoder that the run began with is evaluated as well,
+in all that is asked for.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -416,8 +418,8 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Choice: the
     cosine is of each token, as A.2 does not say. g = g2 g1^-1 is sampled as in training, and leaves
-    some images as they are. Choice, unlike A.2: as x is the image itself, not a view that g1 has
-    scaled, g scales by g2 alone."""
+    some images as they are. Choice, unlike A.2: x is the image itself, not a view that g1 has
+    moved. So of g1 only the flip and the turns matter, and g scales by g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch

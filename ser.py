@@ -157,7 +157,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
     resizes them to the grid of view 2."""
     # The scaling of view 1, which g1^-1 would undo, does not appear. Choice: a map is resized
-    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more.
+    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more. This
+    # replaces any scaling of before, also one whose axes a quarter turn has exchanged.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -275,7 +276,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. PyTorch's
     collate function then makes each field a tensor (B,), for a batch."""
-    # The crop and its flip, which some baselines in paper/methods read. b2 has none.
+    # The crop and its flip. b2 has none. Baselines in paper/methods read where the crop was.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -457,7 +458,7 @@ def normalise(x: Tensor) -> Tensor:
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 # Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
 class Attention(nn.Module):
-    """Self-attention on (B, N, D). In f2, [CLS] is one of the N tokens."""
+    """Self-attention on tokens (B, N, D), or (B, 1 + N, D) in f2, where [CLS] is the first."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -472,7 +473,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block on (B, N, D)."""
+    """A pre-norm transformer block, on the same tokens."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
@@ -634,7 +635,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
-        positive = (z * z_prime).sum(-1) / temperature                     # (B, N)
+        positives = (z * z_prime).sum(-1) / temperature                    # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
         # Tokens of the anchor's own image are left out. Image i of this rank is number
@@ -645,9 +646,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         same_image = anchor_image[:, None] == key_image                            # (B, R B)
         logits.masked_fill_(same_image[:, None, :, None], -torch.inf)
 
-        # -log(e^positive / (e^positive + sum)) = log(e^positive + sum) - positive
+        # For p of the positives, -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
         log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
-        return (torch.logaddexp(positive, log_sum) - positive).mean()
+        return (torch.logaddexp(positives, log_sum) - positives).mean()
 
 
 def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
@@ -1241,36 +1242,37 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
                  f"now b2 has {b2_total} of {size} images")
 
 
-def print_plan(run: Namespace, start: int) -> None:
+def print_plan(settings: Namespace, start: int) -> None:
     """Say what is trained, and what L_equiv would be at chance."""
-    print(f"{run.images:,} images of {run.data or 'synthetic textures'}; a batch has "
-          f"{run.batch_size}, {run.b2} of them moved (b2); the run begins at step {start} of "
-          f"{run.steps}")
+    print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; a batch has "
+          f"{settings.batch_size}, {settings.b2} of them moved (b2); the run begins at step "
+          f"{start} of {settings.steps}")
 
-    precision = "bfloat16" if run.bf16 else "float32"
-    line = f"{run.ranks} x {run.device} in {precision}; [CLS] enters after block {run.cls_layer}"
-    if run.equiv_layers:
+    precision = "bfloat16" if settings.bf16 else "float32"
+    line = (f"{settings.ranks} x {settings.device} in {precision}; "
+            f"[CLS] enters after block {settings.cls_layer}")
+    if settings.equiv_layers:
         # At chance, all logits are equal. The number of tokens is that of unscaled views.
-        tokens = (run.image_size // run.patch_size) ** 2
-        chance = math.log(1 + 2 * tokens * (run.b2 - 1))
-        blocks = ", ".join(map(str, run.equiv_layers))
+        tokens = (settings.image_size // settings.patch_size) ** 2
+        chance = math.log(1 + 2 * tokens * (settings.b2 - 1))
+        blocks = ", ".join(map(str, settings.equiv_layers))
         line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
     else:
         line += "; there is no L_equiv"
     print(line)
 
 
-def open_log(path: Path, run: Namespace, start: int) -> tuple[TextIO, tqdm]:
-    """A log, which gets a line of all settings at each start, and a bar that counts
-    images, on rank 0 alone. It makes the folder of the run."""
+def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]:
+    """A log, which gets a line of all settings at each start, and a bar that counts images, on
+    rank 0 alone. Makes the folder of the run, too."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
     log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
-    print(json.dumps(vars(run)), file=log)
+    print(json.dumps(vars(settings)), file=log)
 
-    size = run.batch_size
-    bar = tqdm(total=run.steps * size, initial=start * size, disable=rank > 0,
+    size = settings.batch_size
+    bar = tqdm(total=settings.steps * size, initial=start * size, disable=rank > 0,
                unit=" images", unit_scale=True)
     return log, bar
 
@@ -1297,7 +1299,8 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log losses, on rank 0. Exits if the one called `loss` is not finite."""
+    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes. Exits
+    if the loss called `loss` is not finite."""
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}

@@ -1,4 +1,5 @@
 import json
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -71,8 +72,9 @@ def test_a_small_detector_finds_squares(tmp_path):
     index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
     index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
     assert "coco_boxes" in sentence(call, coco, line, "--base-lr 3e-3")
-    for other in (0, 91):
-        index.write_text(index.read_text().replace('"id": 90}', f'"id": {other}}}'))
+    for name, other in (("train2017", 0), ("val2017", 0), ("val2017", 91)):
+        index = tmp_path / f"annotations/instances_{name}.json"
+        index.write_text(re.sub('"id": (90|0)}', f'"id": {other}}}', index.read_text()))
         assert "categories" in sentence(call, coco, line)
 
 
