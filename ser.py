@@ -89,9 +89,9 @@ class Geometry(NamedTuple):
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling for all of them. Here `grid` is
-    the side of a map before the scaling, in tokens; the result's has rows and columns after it.
-    All kinds of motion are always sampled, so a seed gives the same turns with any `elements`."""
+    """Sample flips and turns for `batch` images, and one scaling for all. Here `grid` is the
+    side of a map before the scaling, in tokens; the result's has rows and columns after it.
+    All kinds are always sampled, so a seed gives the same turns with any `elements`."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -157,8 +157,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
     resizes them to the grid of view 2."""
     # The scaling of view 1, which g1^-1 would undo, does not appear. Choice: a map is resized
-    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more. This
-    # replaces any scaling of before, also one whose axes a quarter turn has exchanged.
+    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more.
+    # This replaces any scaling of before, also if a quarter turn has exchanged its axes.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -276,7 +276,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. PyTorch's
     collate function then makes each field a tensor (B,), for a batch."""
-    # The crop and its flip. b2 has none. Baselines in paper/methods read where the crop was.
+    # The crop and its flip. b2 has none. Baselines in paper/methods read its place.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -458,7 +458,7 @@ def normalise(x: Tensor) -> Tensor:
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 # Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
 class Attention(nn.Module):
-    """Self-attention on tokens (B, N, D), or (B, 1 + N, D) in f2, where [CLS] is the first."""
+    """Self-attention on tokens (B, N, D), in f2 on (B, 1 + N, D), with [CLS] first."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -568,9 +568,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `patch_ntxent` compares projected tokens. `equiv_of_maps` begins with the maps of two views, moves
-# the first, and projects both. `SER.equiv_of_views`, in section 6, calls it for each layer. For
-# trainings that are not ours, `equivariance_loss` begins with the images.
+# `patch_ntxent` compares projected tokens. `equiv_of_maps` begins with the maps of two views,
+# moves the first, and projects both. `SER.equiv_of_views`, in section 6, calls it for each
+# layer. For trainings that are not ours, `equivariance_loss` begins with the images.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
@@ -994,7 +994,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
-    if rank == 0 and saved.get("data") != settings.get("data"):     # with the same names of images
+    if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}")
     if rank == 0 and saved.get("code") != settings.get("code"):
         print(f"{path} was trained by other code, or from another script, and goes on; to train "
@@ -1263,8 +1263,8 @@ def print_plan(settings: Namespace, start: int) -> None:
 
 
 def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]:
-    """A log, which gets a line of all settings at each start, and a bar that counts images, on
-    rank 0 alone. Makes the folder of the run, too."""
+    """A log, which gets a line of all settings at each start, and a bar that counts images,
+    on rank 0 alone. Makes the folder of the run, too."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
@@ -1291,16 +1291,16 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # Nothing reads this reference. It keeps the tensor, as torch 2.6 with gloo may else hang
-        # when the process ends: the thread that drops the tensor waits for Python to go on, and
-        # Python, which ends, for the thread.
+        # Nothing reads this reference. It keeps the tensor, or torch 2.6 with gloo may hang when
+        # the process ends: the thread that drops the tensor waits for Python, which waits for
+        # the thread.
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes. Exits
-    if the loss called `loss` is not finite."""
+    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes.
+    Exits if the loss called `loss` is not finite."""
     means = mean_over_ranks(losses) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
