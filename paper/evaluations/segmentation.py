@@ -39,7 +39,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def load(folder: Path, size: list[int]) -> tuple[Tensor, Tensor, str]:
     """Photographs (n, 3, H, W) uint8 and their labels (n, H, W); and what rows say of them."""
-    names = sorted(path.name for path in folder.glob("*.png"))
+    names = sorted(path.name for path in folder.glob("[!.]*"))     # all but hidden files
     images = []
     labels = []
     for name in names:

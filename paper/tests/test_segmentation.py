@@ -75,6 +75,10 @@ def test_labels_are_those_of_a_pixel_no_colours_and_at_most_eleven(tmp_path):
         with pytest.raises(ValueError, match="0.png: its pixels"):
             segmentation.load(tmp_path / "train", (4, 6))
 
+    (tmp_path / "train" / "0.png").rename(tmp_path / "train" / "0.jpg")     # whose labels are .png
+    with pytest.raises(FileNotFoundError, match="0.jpg"):
+        segmentation.load(tmp_path / "train", (4, 6))
+
 
 def test_a_head_is_trained_with_a_cosine(monkeypatch):
     rates = []
