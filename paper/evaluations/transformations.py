@@ -87,8 +87,9 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
     for _ in range(10):
         for rows in torch.randperm(n_train).split(256):
+            loss = nn.functional.cross_entropy(mlp(x[rows]), y[rows])
             optimizer.zero_grad()
-            nn.functional.cross_entropy(mlp(x[rows]), y[rows]).backward()
+            loss.backward()
             optimizer.step()
 
     right = mlp(x[n_train:]).argmax(1) == y[n_train:]

@@ -59,12 +59,14 @@ def draw(rows: list[dict]) -> Any:
     """A figure of matplotlib's with bars for each run: how many rotated patches it finds after
     the first block that was measured and after the last one, and its accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
+
     blocks = sorted({row["block"] for row in rows})
     found = "rot90 retrieval with jitter"
     panels = [(found, blocks[0], f"patches found, block {blocks[0]}, %"),
               (found, blocks[-1], f"patches found, block {blocks[-1]}, %"),
               ("linear top-1 %", blocks[-1], "accuracy, upright, %"),
               ("turned linear top-1 %", blocks[-1], "accuracy, rotated, %")]
+
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
     titles = [TITLES.get(run, run) for run in runs]
@@ -77,12 +79,15 @@ def draw(rows: list[dict]) -> Any:
         for run in runs:
             seeds = sweep.select(rows, run, measure, block).values()
             values.append(factor * mean(row["value"] for row in seeds))
-        axes.bar_label(axes.barh(titles, values, color=colors), fmt="%.1f", padding=3)
+
+        bars = axes.barh(titles, values, color=colors)
+        axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.set_xlim(0, 110)     # room for numbers
         axes.set_xticks([])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
+
     axes.invert_yaxis()     # of all four, which share it
     return figure
 

@@ -87,8 +87,9 @@ class AugSelf(addon.AddOn):
         total = 0.0
         for task, difference in (("crop", crop_difference), ("color", color_difference)):
             target = torch.cat([difference(first, second), difference(second, first)])
-            predicted = self.heads[task](pairs).float().tanh()                  # (2B, 4)
-            total = total + F.mse_loss(predicted, target.to(pairs.device))
+            target = target.to(pairs.device)                                    # (2B, 4)
+            predicted = self.heads[task](pairs).float().tanh()
+            total = total + F.mse_loss(predicted, target)
         return total
 
 
