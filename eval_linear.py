@@ -14,12 +14,12 @@ other things:
     --knn              none      -                   yes     no                      minutes
     --equivariance     none      -                   no      after every block       minutes
 
---equivariance and --knn can be added to --cache and --mlp, and to each other. Without --data,
-images are synthetic and not cropped. Equivariance is then always measured, but only of turns, and
-only after f1.
-
-Where equivariance is measured, the untrained encoder that the run began with is evaluated as well,
+--equivariance and --knn can be added to --cache and --mlp, and to each other. Where
+equivariance is measured, the untrained encoder that the run began with is evaluated as well,
 in all that is asked for.
+
+Without --data, images are synthetic and not cropped. Then equivariance is measured also
+without its flag, but only of turns and after f1.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -74,9 +74,9 @@ def arguments() -> ArgumentParser:
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true",
-        help="20-NN without heads; 20-NN is measured with heads anyway")
+        help="20-NN; no heads without --cache or --mlp, which bring 20-NN anyway")
     add("--equivariance", action="store_true",
-        help="equivariance after every block, without heads and 20-NN")
+        help="equivariance after every block; the others only with their own flags")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
@@ -418,8 +418,8 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Choice: the
     cosine is of each token, as A.2 does not say. g = g2 g1^-1 is sampled as in training, and leaves
-    some images as they are. Choice, unlike A.2: x is the image itself, not a view that g1 has
-    moved. So of g1 only the flip and the turns matter, and g scales by g2 alone."""
+    some images as they are. Choice, unlike A.2, where g also undoes the scaling of g1: `relative`
+    leaves that out, so g scales by g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch

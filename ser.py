@@ -21,10 +21,10 @@ Usage:
 Sections 1 to 6 are the method. At a first reading, skip `equivariance_loss`, which ends
 section 4.
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, except for
-batch, epochs and warmup. So where we depart from MoCo-v3, we depart from the paper. The settings
-are those of MoCo-v3's code and of the ViT-S commands in its CONFIG.md, except where a comment says
-otherwise.
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
+except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
+of its CONFIG.md, except where a comment says otherwise. So "unlike MoCo-v3" also means
+unlike the paper.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -192,7 +192,8 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
-# image and epoch, or on the step, so that a run can be repeated, on a CPU bit for bit.
+# image and epoch, or on the step (and, in base methods, the rank), so that a run can be
+# repeated, on a CPU bit for bit.
 # `args` are the flags of section 7, under their names there.
 #
 # What becomes of an image:
@@ -315,7 +316,8 @@ def sample_view(image: Tensor, settings: ViewSettings,
 
 
 def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Add a sampled jitter to `aug`, which has the crop of a view."""
+    """Add the numbers of a jitter to `aug`, which has the crop of a view.
+    `jitter_and_normalise` applies them."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -370,7 +372,7 @@ def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDat
 class View(NamedTuple):
     """One view of every image of a batch."""
     b1: Tensor                     # (B1, 3, S, S), normalised
-    b2: Tensor | None              # (B2, 3, h, w), normalised; None where r is 0
+    b2: Tensor | None              # (B2, 3, h, w), normalised; None if --ratio is 0
     geometry: Geometry | None      # of b2
 
     # How it was made, which baselines in paper/methods read.
@@ -1054,7 +1056,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         # Views.
         loaded = [(pixels.to(device, non_blocking=True), aug) for pixels, aug in loaded]
         views = make_views(loaded, args, step)
-        if step == 0 and rank == 0 and args.ratio > 0:
+        if step == 0 and rank == 0 and views[0].b2 is not None:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
         # Forward. The seed is for base methods that sample there, as in paper/methods/dino.py.
