@@ -195,6 +195,8 @@ def labels_of(folders: Sequence[str], classes: Sequence[str], root: str | Path) 
     if set(folders).isdisjoint(classes):
         # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
         classes = [str(label) for label in range(len(classes))]
+        if "0" not in folders:     # or all labels may be off by one
+            sys.exit(f"{root}: no folder has the name of a training class, or of the label 0")
 
     for folder in folders:
         if folder not in classes:

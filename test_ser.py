@@ -1331,8 +1331,10 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
-    folder = eval_linear.class_folder(tmp_path, None, classes.split())
-    assert [label for _, label in folder] == wanted
+    given = (tmp_path, None, classes.split())
+    assert [label for _, label in eval_linear.class_folder(*given)] == wanted
+    (tmp_path / "0").rename(tmp_path / "1")     # numbers from 1 on, or a class that is none
+    assert ("label 0" in sentence(eval_linear.class_folder, *given)) == ("a" in classes)
 
 
 def plain_colours(images, generator):
