@@ -74,9 +74,9 @@ def arguments() -> ArgumentParser:
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true",
-        help="20-NN; no heads without --cache or --mlp, which bring 20-NN anyway")
+        help="20-NN alone; with heads, it is measured anyway")
     add("--equivariance", action="store_true",
-        help="equivariance after every block; the others only with their own flags")
+        help="equivariance after every block, alone or beside what other flags ask for")
     # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
