@@ -702,9 +702,6 @@ def evaluate(args: Namespace) -> list[dict]:
         if args.with_heads:
             blocks = ", ".join(map(str, feature_blocks(checkpoint.encoder)))
             print(f"heads read [CLS] after block {blocks}")
-        n_val = len(sets.tests["val"])
-        if pairs and n_val < PART_SIZE:
-            print(f"retrieval is among {n_val} images, easier than among {PART_SIZE}")
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 

@@ -1161,14 +1161,11 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def code_checksum() -> str:
-    """The checksum of the code that runs, which is this file, the script, and what they import
-    of this repository. Checkpoints hold that of the start, as files may be edited later."""
-    files = {__file__}
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("__main__", "eval_linear", "paper"):
-            files.add(getattr(module, "__file__", None))     # which "-c" has not
-    texts = [Path(file).read_text() for file in files if file]
-    return checksum(sorted(texts))
+    """The checksum of the code that runs, which is this file and the script, such as
+    paper/methods/dino.py. Checkpoints hold that of the start, as files may be edited later."""
+    paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
+    return checksum([
+        Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
 
 
 def read_image(path: str) -> Tensor:

@@ -949,7 +949,8 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
     facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
-    wanted = vars(toy(folder, whole_run, workers=1)) | facts
+    code = ser.checksum([Path(file).read_text() for file in (ser.__file__, sys.argv[0])])
+    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": code}
     assert wanted.items() <= first.items()
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
@@ -1498,7 +1499,7 @@ def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     ("--knn", "20-NN", 0), ("--equivariance", "", 6), ("--mlp --knn", "mlp 20-NN", 0),
     ("--knn --cache", "linear 20-NN", 0), ("--knn --equivariance", "20-NN", 6),
     ("--equivariance --cache", "linear 20-NN", 6)])
-def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint, capsys):
+def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoint):
     rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
     kinds = {row["measure"].split()[0] for row in rows if row["classes"]}
     assert not eval_linear.parse(["--knn"]).with_heads     # of synthetic images
@@ -1511,7 +1512,6 @@ def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoi
     assert kinds == set(accuracies.split())
     assert places == set(itertools.product(range(1, blocks + 1), ser.ELEMENTS))
     assert any(row["encoder"] == "untrained" for row in rows) == (blocks > 0)
-    assert ("among 15 images" in capsys.readouterr().out) == (blocks > 0)
 
 
 def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):

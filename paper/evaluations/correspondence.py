@@ -81,7 +81,6 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     for number, (row, photo) in enumerate(zip(panels, photos)):
         # Training and evaluations ignore EXIF flags. Here a phone's photograph stands upright.
-        ser.read_image(str(photo))     # refuses what it cannot read as 8 bits a channel
         with Image.open(photo) as file:
             image = pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
         seen = eval_linear.eval_transform(size)(image) / 255

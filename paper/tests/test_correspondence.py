@@ -68,11 +68,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
-    line = f"--data {phone} --checkpoint {moco} --label moco --layer 1"
-    call(correspondence, line)
-    Image.new("I;16", (9, 9)).save(phone)
-    with pytest.raises(OSError, match="8 bits"):
-        call(correspondence, line)
+    call(correspondence, f"--data {phone} --checkpoint {moco} --label moco --layer 1")
     deeper = toy_checkpoint(tmp_path / "deeper", equiv_layers=[3])
     larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)
     for other in (deeper, larger):
