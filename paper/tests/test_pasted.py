@@ -2,6 +2,7 @@ import json
 import statistics
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,7 +145,9 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     loader = [(("views", images), "labels")]
     names = paste("import timm", loader=loader, your_views=lambda image: "views",
                   your_loss=lambda vit, views: 0.0)
+    names["copies"] = Mock(wraps=names["copies"])
     names = paste("whole", **names)
+    assert names["copies"].call_count == 2     # a colouring for each view
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
     assert views == "views" and image.shape == (3, 224, 224) and image.max() == 255
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
