@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.datasets import DatasetFolder, ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -241,6 +241,12 @@ def describe(sets: dict[str, Dataset]) -> str:
             text += f" {ser.checksum(names)}"
         texts.append(text)
     return ", ".join(texts)
+
+
+def spread(data: Dataset, most: int) -> Subset:
+    """At most so many images, spread over all, as folders are sorted by class."""
+    places = torch.linspace(0, len(data) - 1, min(most, len(data)))
+    return Subset(data, places.long().tolist())
 
 
 class Seeded(Dataset):
@@ -631,13 +637,11 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, among: T
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images, spread over val, as folders are sorted by class. Of fewer images, some
-    # are left out, so that all parts have the same size.
+    # Choice: 512 images. Of fewer images, some are left out, so that all parts have the same size.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE
-    chosen = torch.linspace(0, len(val) - 1, n).long()
-    pixels = torch.stack([val[index][0] for index in chosen.tolist()])
+    pixels = torch.stack([image for image, _ in spread(val, n)])
     images = pixels.to(encoder.cls_token.device) / 255
     x = ser.normalise(images)
     patch = encoder.patch_size

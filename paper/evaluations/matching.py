@@ -86,8 +86,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     # Choice: of the photograph, the middle half is seen, so that no corners come in.
     folder = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
-    chosen = torch.linspace(0, len(folder) - 1, min(512, len(folder))).long().tolist()
-    images = torch.stack([folder[index][0] for index in chosen]) / 255
+    images = torch.stack([image for image, _ in eval_linear.spread(folder, 512)]) / 255
 
     def f1(x: Tensor) -> Tensor:
         return eval_linear.map_after(encoder, layer, x.to(device))

@@ -13,7 +13,7 @@ from argparse import Namespace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import eval_linear
@@ -39,12 +39,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--images", type=ser.count, default=20000, help="of train, and half as many of val")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)
-
-
-def spread(data: Dataset, most: int) -> Subset:
-    """At most so many images, spread over all."""
-    places = torch.linspace(0, len(data) - 1, min(most, len(data)))
-    return Subset(data, places.long().tolist())
 
 
 @torch.no_grad()
@@ -103,8 +97,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     run = Namespace(**checkpoint.settings)
     layers = [layer for layer in args.layers if layer <= run.depth]
     sets = eval_linear.load_sets(args, run.image_size)
-    train = spread(sets.train_centre, args.images)
-    test = spread(sets.tests["val"], args.images // 2)
+    train = eval_linear.spread(sets.train_centre, args.images)
+    test = eval_linear.spread(sets.tests["val"], args.images // 2)
     images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
 
     lines = {task: [f"{task}, % after blocks {layers}, chance {100 / len(versions):g}"]
