@@ -12,7 +12,7 @@ import ser
 from eval_linear import Checkpoint
 
 
-# The encoders of README's picture.
+# The encoders that are here.
 ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned",
             "SER on rotated crops": "turned-SER"}
 

@@ -166,14 +166,17 @@ def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, ca
             assert shown == pytest.approx(numbers(printed[line][run])[:kept]), (title, column)
 
 
-@pytest.mark.parametrize("setting, flags", list(enumerate(
-    ["--epochs 100", "", "--ratio 0.03125", VIT_S, TINY])))
-def test_readmes_accuracies_are_what_is_printed_of_each_setting(setting, flags, tmp_path, capsys):
+@pytest.mark.parametrize("title, flags", [
+    ("as above", "--epochs 100"), ("20 epochs](", ""), ("4 of 128", "--ratio 0.03125"),
+    ("ViT-S/16", VIT_S), ("Tiny ImageNet", TINY)])
+def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())
     linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
-    cells = list(readme_table("README.md", "| linear accuracy, % |").values())[setting]
+    table = readme_table("README.md", "| linear accuracy, % |")
+    cells, = [cells for setting, cells in table.items() if title in setting]
     for run, cell in zip(("MoCo-v3", "control", "SER-0.1", "SER"), cells, strict=True):
-        assert numbers(cell) == numbers(linear.get(run, ""))[:1 + ("±" in cell)], run
+        wanted = numbers(linear.get(run, ""))[:1 + ("±" in cell)]
+        assert numbers(cell) == wanted or cell == "-", run
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
