@@ -3,8 +3,8 @@
     python eval_linear.py                            # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, with choices where that is silent. Flags ask for
-other things:
+The second line is the protocol of 4.1, with choices where that is silent. With --data, flags
+ask for other things:
 
     flags              heads     learn from          20-NN   equivariance            time
     none               linear    random crops        yes     no                      hours
@@ -380,8 +380,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
-    # Choice: the rate that is best on val after the last epoch, which flatters the result a
-    # little. The release names no rule.
+    # Choice: the rate that is best on val after the last epoch, among the classes that val has.
+    # This flatters the result a little. The release names no rule.
     best = top1.index(max(top1))
     return heads[best].requires_grad_(False), args.lr[best]
 
@@ -459,8 +459,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as all tokens would be found in one that stays. But a
-        # scaling may happen to end with the size of before. With maps of 4 x 4 tokens it does
-        # for half of the images of an evaluation, with 8 x 8 for a sixteenth, with 14 x 14 never.
+        # scaling may happen to end with the size of before. Of the sixteen of an evaluation, eight
+        # do with maps of 4 x 4 tokens, one with 8 x 8, none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -508,7 +508,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block."""
+    """Rows of measure -> value on a set, after a block. `evaluate` adds whose they are, trained or
+    untrained, and `add_rows` what made them."""
     key = {"set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 

@@ -18,8 +18,8 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. At a first reading, skip `equivariance_loss`, which ends
-section 4.
+Sections 1 to 6 are the method, but for hue and blur, which section 9 begins with. At a first
+reading, skip `equivariance_loss`, which ends section 4.
 
 Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
 except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
@@ -100,8 +100,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: the range [0.7, 1.3] of 4.1 is that of the area, before sides are
-    # rounded. The aspect, columns / rows, has the release's range.
+    # Choice: the range [0.7, 1.3] of 4.1 is one of areas, as is that of random resized crops,
+    # before sides are rounded. The aspect, columns / rows, has the release's range.
     area = 0.7 + 0.6 * u
     aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
     rows = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
@@ -156,9 +156,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
     resizes them to the grid of view 2."""
-    # The scaling of view 1, which g1^-1 would undo, does not appear. Choice: a map is resized
-    # once, from its grid in view 1 right to that in view 2, as two resizes would blur more.
-    # This replaces any scaling of before, also if a quarter turn has exchanged its axes.
+    # Taken literally, g1^-1 would first undo the scaling of view 1, and g2 would then scale again.
+    # Choice: a map is resized once, from its grid in view 1 right to that in view 2, as two resizes
+    # would blur more. `rho` resizes to a size, not by a factor, so it need not know the first grid.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -191,10 +191,13 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
-# rest are b2. Each rank takes its part of both. Random numbers depend on --seed and on the
-# image and epoch, or on the step (and, in base methods, the rank), so that a run can be
-# repeated, on a CPU bit for bit.
-# `args` are the flags of section 7, under their names there.
+# rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
+#
+# All random numbers come from seeds, so that a run can be repeated, on a CPU bit for bit:
+#
+#     crops, flips and jitter           --seed, epoch and image
+#     motions, order of the jitter      --seed, step and view; the same on all ranks
+#     what a base method samples        --seed, step and rank
 #
 # What becomes of an image:
 #
@@ -545,8 +548,9 @@ class ViT(nn.Module):
         maps = {}
         cls_at = {}
         for layer, block in enumerate(self.blocks, start=1):
+            # The first `cls_layer` blocks are f1. Then [CLS] enters, x becomes (B, 1 + N, D), and
+            # f2 begins.
             if layer == self.cls_layer + 1:
-                # f1 ends here and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
             x = block(x)
@@ -699,10 +703,9 @@ def mlp(*widths: int) -> nn.Sequential:
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
-        if layers:     # between two layers
-            layers += [nn.BatchNorm1d(fan_in), nn.ReLU(True)]
-        layers.append(nn.Linear(fan_in, fan_out, bias=False))
-    return nn.Sequential(*layers, nn.BatchNorm1d(widths[-1], affine=False))
+        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]
+    return nn.Sequential(*layers)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
