@@ -44,6 +44,10 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     recolour = eval_linear.recolour_and_normalise
     monkeypatch.setattr(eval_linear, "recolour_and_normalise",
                         lambda x, generator: pairs.append(len(x)) or recolour(x, generator))
+    most = []
+    spread = eval_linear.spread
+    monkeypatch.setattr(eval_linear, "spread",
+                        lambda data, n: most.append(n) or spread(data, n))
     val = class_folders(tmp_path / "val", per_class=1, size=40)
     write_image(ser.Path(val, "n00/.ipynb_checkpoints/0.png"), PHOTO)     # none of the photographs
     path = toy_checkpoint(tmp_path)
@@ -53,6 +57,7 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     assert list(rows) == [f"{name} matching %" for name in matching.WARPS]
     assert list(values(tmp_path / "matching.json", block=1)) == list(rows)
     assert pairs == [2] * 2 * 5 * 6     # blocks, warps, images
+    assert most == [512, 512]
     (tmp_path / "train" / "n00").mkdir(parents=True)
     for flags in (f"--data {val} --seed 1", f"--data {tmp_path}"):     # no seeds; no class folders
         with pytest.raises(SystemExit):
