@@ -5,12 +5,13 @@ second one at an intermediate layer, where the patch tokens still form a map of 
 
     f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
-                   made by crops, flips and photometric jitter (T), views of b2 by motions from
-                   a group G, which can be undone, and the same jitter (T_eq)
+                   made by crops, flips and photometric jitter (T), views of b2 by motions
+                   that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2 (see section 6)
-    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. rho_g(f1(x1)) is to
-                   match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x) and g = g2 g1^-1
+    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. Projected, the map
+                   rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
+                   and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
@@ -37,7 +38,7 @@ no gradient (see README.md), but the code decides much that the paper leaves ope
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
     R        ranks, the processes of torchrun, one for each GPU
-    C h w    channels (3 in images), rows and columns; S x S for a square view
+    C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
     D K      width of the encoder, width of a projection
 """
@@ -220,7 +221,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank
     # rounds its own share, as all need equally many (`gather`). So r = .01 of 2048
-    # is 24 images on 8 ranks, and 20 on one. (Python's `round` would make 2 of 2.5.)
+    # is 24 images on 8 ranks, and 20 on one. Halves are rounded up, unlike by `round`.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -266,7 +267,7 @@ P_GRAY = 0.2
 P_BLUR = (1.0, 0.1)            # in view 1, in view 2
 BLUR_SIGMA = (0.1, 2.0)        # in pixels of a view of 224
 P_SOLARIZE = (0.0, 0.2)        # in view 1, in view 2
-SOLARIZE_FROM = 128 / 255      # values in [0, 1], from which on they are inverted
+SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are inverted
 
 
 class ViewSettings(NamedTuple):
@@ -280,7 +281,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for the view of an image, where the defaults do nothing. PyTorch's
     collate function then makes each field a tensor (B,), for a batch."""
-    # The crop and its flip. b2 has none. Baselines in paper/methods read its place.
+    # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -359,8 +360,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from torch. torch.manual_seed would seed all kinds of
-        # devices as well, which takes longer than to read a small image.
+        # RandomResizedCrop samples from torch's generator for CPUs. It alone is seeded, as
+        # torch.manual_seed seeds other devices, too, and takes longer than to read a small image.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -419,7 +420,7 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,). Section 9
     has hue and blur."""
-    def number(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
+    def broadcast(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
         return per_image(field, x).to(x.dtype)
 
     # These are the operations of torchvision's colour jitter, with a factor of its
@@ -429,20 +430,20 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     for place in order.tolist():
         operation = operations[place]
         if operation == "brightness":       # towards black, or away from it
-            x = (number(aug.brightness) * x).clamp(0, 1)
+            x = (broadcast(aug.brightness) * x).clamp(0, 1)
         elif operation == "contrast":       # towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, number(aug.contrast)).clamp(0, 1)
+            x = mean.lerp(x, broadcast(aug.contrast)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, number(aug.saturation)).clamp(0, 1)
+            x = rgb_to_grayscale(x).lerp(x, broadcast(aug.saturation)).clamp(0, 1)
         elif operation == "hue":
-            x = shift_hue(x, number(aug.hue))
+            x = shift_hue(x, broadcast(aug.hue))
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
 
     to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
     if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], number(aug.blur)[to_blur])
+        x[to_blur] = gaussian_blur(x[to_blur], broadcast(aug.blur)[to_blur])
 
     inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
