@@ -425,9 +425,9 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Choice: the
-    cosine is of each token, as A.2 does not say. g = g2 g1^-1 is sampled as in training, and leaves
-    some images as they are. Choice, unlike A.2, where g also undoes the scaling of g1: `relative`
-    leaves that out, so g scales by g2 alone."""
+    cosine is of each token, as A.2 does not say. g is sampled as in training, and leaves some
+    images as they are. Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1:
+    here, as in `relative`, g scales by g2 alone."""
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -459,8 +459,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as all tokens would be found in one that stays. But a
-        # scaling may happen to end with the size of before. Of the sixteen of an evaluation, eight
-        # do with maps of 4 x 4 tokens, one with 8 x 8, none with 14 x 14.
+        # scaling may happen to end with the size of before. An evaluation has sixteen, of which
+        # eight do so with maps of 4 x 4 tokens, one with 8 x 8, and none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

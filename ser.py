@@ -19,8 +19,8 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method, but for hue and blur, which section 9 begins with. At a first
-reading, skip `equivariance_loss`, which ends section 4.
+Sections 1 to 6 are the method. At a first reading, skip `shift_hue` and `gaussian_blur`,
+which end section 2, and `equivariance_loss`, which ends section 4.
 
 Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
 except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
@@ -79,8 +79,9 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is not kept
-    as a factor, but as the size of its result. `rho` resizes a map of any size to that."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is
+    not kept as a factor, but as the size of its result, to which `rho` resizes a map of any
+    size. So of two motions, one after the other, the scaling is that of the second."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -131,8 +132,9 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def per_image(values: Tensor, x: Tensor) -> Tensor:
-    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x."""
-    return values.view(-1, 1, 1, 1).to(x.device, non_blocking=True)
+    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x, floats in its dtype."""
+    dtype = x.dtype if values.is_floating_point() else values.dtype
+    return values.view(-1, 1, 1, 1).to(x.device, dtype, non_blocking=True)
 
 
 def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
@@ -157,9 +159,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
     resizes them to the grid of view 2."""
-    # Taken literally, g1^-1 would first undo the scaling of view 1, and g2 would then scale again.
-    # Choice: a map is resized once, from its grid in view 1 right to that in view 2, as two resizes
-    # would blur more. `rho` resizes to a size, not by a factor, so it need not know the first grid.
+    # Taken literally, g1^-1 would first undo the scaling of view 1, and g2 would then scale
+    # again. Choice: a map is resized once, right to the grid of view 2, as two resizes would
+    # blur more.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -194,10 +196,14 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
 #
-# All random numbers come from seeds, so that a run can be repeated, on a CPU bit for bit:
+# What is random comes from seeds, so that a run can be repeated, on a CPU bit for bit:
 #
+#     the first weights                 --seed
+#     the order of the images           --seed and epoch
 #     crops, flips and jitter           --seed, epoch and image
-#     motions, order of the jitter      --seed, step and view; the same on all ranks
+#     the order within the jitter       --seed, step and view
+#     motions                           --seed, step and view, for the images of all ranks,
+#                                       of which each rank keeps its own
 #     what a base method samples        --seed, step and rank
 #
 # What becomes of an image:
@@ -247,18 +253,18 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
-#     operation           done in      probability    T_eq, for b2, has
-#     a random crop       loader       1              the whole image, as a square, then a
-#                                                     scaling, in make_views
-#     a horizontal flip   loader       P_FLIP         flip and turns, in make_views
-#     a colour jitter     make_views   P_COLOUR       the same
-#     grayscale           make_views   P_GRAY         the same
-#     blur                make_views   P_BLUR         the same
-#     solarization        make_views   P_SOLARIZE     the same
+#     done in       to b1, by T          with probability    to b2, by T_eq
+#     loader        a random crop        1                   the whole image becomes a square
+#     loader        a horizontal flip    P_FLIP              -
+#     make_views    -                                        flip, turns and scaling, by `rho`
+#     make_views    a colour jitter      P_COLOUR            the same
+#     make_views    grayscale            P_GRAY              the same
+#     make_views    blur                 P_BLUR              the same
+#     make_views    solarization         P_SOLARIZE          the same
 #
-# The last four operations are the photometric jitter. They are done on the device, as CPU cores
-# would take longer for them than for reading and cropping. But all their random numbers are sampled
-# in the loader, except for the order within the colour jitter.
+# The last four operations are the photometric jitter. They are done on the device, as CPU
+# cores would take longer for them than for reading and cropping. But all their random
+# numbers are sampled in the loader, except for the order within the colour jitter.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -360,8 +366,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from torch's generator for CPUs. It alone is seeded, as
-        # torch.manual_seed seeds other devices, too, and takes longer than to read a small image.
+        # RandomResizedCrop samples from torch's generator for CPUs. torch.manual_seed would
+        # seed those of other devices, too, and take longer than to read a small image.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -418,11 +424,7 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
 
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,). Section 9
-    has hue and blur."""
-    def broadcast(field: Tensor) -> Tensor:     # (B,) -> (B, 1, 1, 1)
-        return per_image(field, x).to(x.dtype)
-
+    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # These are the operations of torchvision's colour jitter, with a factor of its
     # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
     # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
@@ -430,20 +432,20 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     for place in order.tolist():
         operation = operations[place]
         if operation == "brightness":       # towards black, or away from it
-            x = (broadcast(aug.brightness) * x).clamp(0, 1)
+            x = (per_image(aug.brightness, x) * x).clamp(0, 1)
         elif operation == "contrast":       # towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, broadcast(aug.contrast)).clamp(0, 1)
+            x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, broadcast(aug.saturation)).clamp(0, 1)
+            x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
         elif operation == "hue":
-            x = shift_hue(x, broadcast(aug.hue))
+            x = shift_hue(x, per_image(aug.hue, x))
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
 
     to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
     if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], broadcast(aug.blur)[to_blur])
+        x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
 
     inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
@@ -459,6 +461,46 @@ def normalise(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    B, _, h, w = x.shape
+    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
+    # times the largest sigma, and in larger images further.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
+
+    # A convolution in B groups has a kernel for each channel. So the images become
+    # channels, and the three colours become the batch.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -549,8 +591,8 @@ class ViT(nn.Module):
         maps = {}
         cls_at = {}
         for layer, block in enumerate(self.blocks, start=1):
-            # The first `cls_layer` blocks are f1. Then [CLS] enters, x becomes (B, 1 + N, D), and
-            # f2 begins.
+            # The first `cls_layer` blocks are f1. Then [CLS] enters, x becomes
+            # (B, 1 + N, D), and f2 begins.
             if layer == self.cls_layer + 1:
                 cls = self.cls_token.expand(len(x), -1, -1)
                 x = torch.cat([cls, x], dim=1)
@@ -1088,47 +1130,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: hue and blur, files, synthetic images, checks, output =============
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
-    B, _, h, w = x.shape
-    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
-    # times the largest sigma, and in larger images further.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
-
-    # A convolution in B groups has a kernel for each channel. So the images become
-    # channels, and the three colours become the batch.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
-
-
+# ==== 9. Around it: files, synthetic images, checks, output ===========================
 HELD_OUT = {     # names of folders not to train on
     "val", "valid", "validation", "test", "testing", "val2014", "val2017", "test2017"}
 
