@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.datasets import DatasetFolder, ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -169,39 +170,38 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-def class_folder(root: str | Path, transform: Callable | None = None,
-                 classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... The label of a class is its place in `classes`, those of
-    the training images. Without them, it is its place among the sorted folders of root."""
-    if not os.path.isdir(root):
-        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-    images = ImageFolder(root, transform, loader=ser.read_image)
-    hidden = [name for name in images.classes if name.startswith(".")]
-    if hidden:
-        sys.exit(f"{root}: the hidden folder {hidden[0]} would be a class; delete it")
+class ClassFolder(ImageFolder):
+    """The images root/CLASS/... The label of a class is its place in `classes`, those of the
+    training images; without them, its place among the sorted folders of root. Hidden files and
+    folders are left out, as in ser.py."""
+    def __init__(self, root: str | Path, transform: Callable | None = None,
+                 classes: Sequence[str] = ()):
+        if not os.path.isdir(root):
+            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
+        self.known = classes
+        super().__init__(str(root), transform, loader=ser.read_image, is_valid_file=self.is_image)
 
-    # ImageFolder has numbered the folders of root, some of which may be missing, and takes hidden
-    # files, too, which ser.py leaves out.
-    labels = labels_of(images.classes, classes or images.classes, root)
-    images.samples = [
-        (path, labels[number]) for path, number in images.samples
-        if "/." not in path.removeprefix(str(root))]
-    images.targets = [label for _, label in images.samples]
-    return images
+    def is_image(self, path: str) -> bool:
+        """Whether ImageFolder is to take a file."""
+        hidden = "/." in path.removeprefix(self.root)
+        return not hidden and has_file_allowed_extension(path, IMG_EXTENSIONS)
 
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """The folders of root, and the label of each, from which ImageFolder makes its list."""
+        folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
+        classes = self.known or folders
+        if set(folders).isdisjoint(classes):
+            # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2. But if they
+            # begin with 1, all labels may be off by one.
+            classes = [str(label) for label in range(len(classes))]
+            if "0" not in folders:
+                sys.exit(f"{self.root}: no folder has the name of a training class, or of the "
+                         "label 0")
 
-def labels_of(folders: Sequence[str], classes: Sequence[str], root: str | Path) -> list[int]:
-    """The label of each folder of root, which is its place in `classes`."""
-    if set(folders).isdisjoint(classes):
-        # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2.
-        classes = [str(label) for label in range(len(classes))]
-        if "0" not in folders:     # or all labels may be off by one
-            sys.exit(f"{root}: no folder has the name of a training class, or of the label 0")
-
-    for folder in folders:
-        if folder not in classes:
-            sys.exit(f"{root}: the training images have no class {folder}")
-    return [classes.index(folder) for folder in folders]
+        for folder in folders:
+            if folder not in classes:
+                sys.exit(f"{self.root}: the training images have no class {folder}")
+        return folders, {folder: classes.index(folder) for folder in folders}
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -214,20 +214,20 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = class_folder(train, centre)
+    train_centre = ClassFolder(train, centre)
     classes = train_centre.classes
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
+    tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     if os.path.samefile(tests["val"].root, train):
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
         if not folder or name in ("train", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
-        tests[name] = class_folder(folder, centre, classes)
-    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
+        tests[name] = ClassFolder(folder, centre, classes)
+    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
 
 def describe(sets: dict[str, Dataset]) -> str:

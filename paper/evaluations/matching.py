@@ -85,7 +85,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     layer = args.layer or encoder.depth
 
     # Choice: of the photograph, the middle half is seen, so that no corners come in.
-    folder = eval_linear.class_folder(args.data, eval_linear.eval_transform(2 * size))
+    folder = eval_linear.ClassFolder(args.data, eval_linear.eval_transform(2 * size))
     images = torch.stack([image for image, _ in eval_linear.spread(folder, 512)]) / 255
 
     def f1(x: Tensor) -> Tensor:

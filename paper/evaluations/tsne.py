@@ -58,7 +58,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         encoder = checkpoint.encoder.to(device)
         size = encoder.image_size
         transform = v2.Resize((size, size)) if args.ready else eval_linear.eval_transform(size)
-        data = eval_linear.class_folder(args.data, transform)
+        data = eval_linear.ClassFolder(args.data, transform)
 
         # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.
         features, labels = [x.cpu() for x in eval_linear.extract(encoder, data, args)]

@@ -63,7 +63,7 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
         with pytest.raises(SystemExit):
             call(matching, f"--checkpoint {path} {flags}")
 
-    folder = eval_linear.class_folder(val, eval_linear.eval_transform(32))
+    folder = eval_linear.ClassFolder(val, eval_linear.eval_transform(32))
     images = torch.stack([image for image, _ in folder]) / 255
     f1 = partial(eval_linear.map_after, ser.load_encoder(path), 3)
     again = matching.matched(f1, images, matching.WARPS["shear"], 16, 4, "shear")

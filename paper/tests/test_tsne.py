@@ -28,7 +28,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
 
     root = class_folders(tmp_path / "root/train")[:-6]
     assert "class folders" in sentence(call, tsne, f"--data {root} --checkpoint {one}")
-    data = eval_linear.class_folder(val, transform)
+    data = eval_linear.ClassFolder(val, transform)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor(data.targets)
     sample = tsne.sample_classes(labels, 4, 2)
