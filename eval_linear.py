@@ -3,11 +3,12 @@
     python eval_linear.py                            # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, with choices where that is silent. With --data, flags
-ask for other things:
+The second line is the protocol of 4.1, with choices where that is silent. Flags ask for
+other things:
 
     flags              heads     learn from          20-NN   equivariance            time
-    none               linear    random crops        yes     no                      hours
+    no --data          linear    synthetic images    yes     of turns, after f1      a minute
+    --data alone       linear    random crops        yes     no                      hours
     --cache            linear    one centre crop     yes     no                      minutes
     --mlp              MLPs      random crops        yes     no                      hours
     --mlp --cache      MLPs      one centre crop     yes     no                      minutes
@@ -16,10 +17,7 @@ ask for other things:
 
 --equivariance and --knn can be added to --cache and --mlp, and to each other. Where
 equivariance is measured, the untrained encoder that the run began with is evaluated as well,
-in all that is asked for.
-
-Without --data, images are synthetic and not cropped. Then equivariance is measured also
-without its flag, but only of turns and after f1.
+in all that is asked for. Synthetic images are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
