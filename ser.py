@@ -588,21 +588,24 @@ class ViT(nn.Module):
         x = x + resize(self.pos_embed, (H, W))
         x = x.flatten(2).mT                      # (B, N, D)
 
+        # Choice: maps do not pass the final LayerNorm, not even after the last block.
         maps = {}
         cls_at = {}
-        for layer, block in enumerate(self.blocks, start=1):
-            # The first `cls_layer` blocks are f1. Then [CLS] enters, x becomes
-            # (B, 1 + N, D), and f2 begins.
-            if layer == self.cls_layer + 1:
-                cls = self.cls_token.expand(len(x), -1, -1)
-                x = torch.cat([cls, x], dim=1)
+
+        # f1: all tokens are patches, and form a map.
+        for layer, block in enumerate(self.blocks[:self.cls_layer], start=1):
             x = block(x)
             if layer in layers:
-                # Choice: maps do not pass the final LayerNorm, not even after the last block.
-                patches = x[:, -(H * W):]     # all tokens but [CLS]
-                maps[layer] = patches.mT.unflatten(2, (H, W))
-                if layer > self.cls_layer:
-                    cls_at[layer] = x[:, 0]
+                maps[layer] = x.mT.unflatten(2, (H, W))
+
+        # f1 ends and f2 begins: [CLS] enters, and x becomes (B, 1 + N, D).
+        cls = self.cls_token.expand(len(x), -1, -1)
+        x = torch.cat([cls, x], dim=1)
+        for layer, block in enumerate(self.blocks[self.cls_layer:], start=self.cls_layer + 1):
+            x = block(x)
+            if layer in layers:
+                maps[layer] = x[:, 1:].mT.unflatten(2, (H, W))
+                cls_at[layer] = x[:, 0]
         return Encoded(self.norm(x[:, 0]), maps, cls_at)
 
 
