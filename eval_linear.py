@@ -140,18 +140,6 @@ def untrained(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
 
-def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of one module from those of another. An encoder is more
-    than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
-    digest = hashlib.sha256()
-    for weight in module.state_dict().values():
-        digest.update(weight.cpu().numpy().tobytes())
-    text = digest.hexdigest()[:16]
-    if isinstance(module, ViT):
-        text += f"-{module.blocks[0].attn.heads}-{module.cls_layer}"
-    return text
-
-
 # ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 class Sets(NamedTuple):
     """The images of an evaluation."""
@@ -226,19 +214,6 @@ def load_sets(args: Namespace, size: int) -> Sets:
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = ClassFolder(folder, centre, classes)
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
-
-
-def describe(sets: dict[str, Dataset]) -> str:
-    """How many images each set has, and a checksum of their names, if they have any."""
-    texts = []
-    for name, data in sets.items():
-        text = f"{name}: {len(data)} images"
-        if isinstance(data, DatasetFolder):
-            root = os.path.join(data.root, "")     # which ends with a slash
-            names = [path.removeprefix(root) for path, _ in data.samples]
-            text += f" {ser.checksum(names)}"
-        texts.append(text)
-    return ", ".join(texts)
 
 
 def spread(data: Dataset, most: int) -> Subset:
@@ -505,11 +480,47 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 
 # ==== 7. Results: rows that say what made them ========================================
+# A row has what was measured (`make_rows`), of which encoder (`evaluate` adds that), and what
+# made it: the weights (`fingerprint`), the settings, the images (`describe`) and the code.
+def fingerprint(module: nn.Module) -> str:
+    """A short text that tells the weights of one module from those of another. An encoder is more
+    than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
+    digest = hashlib.sha256()
+    for weight in module.state_dict().values():
+        digest.update(weight.cpu().numpy().tobytes())
+    text = digest.hexdigest()[:16]
+    if isinstance(module, ViT):
+        text += f"-{module.blocks[0].attn.heads}-{module.cls_layer}"
+    return text
+
+
+def describe(sets: dict[str, Dataset]) -> str:
+    """How many images each set has, and a checksum of their names, if they have any."""
+    texts = []
+    for name, data in sets.items():
+        text = f"{name}: {len(data)} images"
+        if isinstance(data, DatasetFolder):
+            root = os.path.join(data.root, "")     # which ends with a slash
+            names = [path.removeprefix(root) for path, _ in data.samples]
+            text += f" {ser.checksum(names)}"
+        texts.append(text)
+    return ", ".join(texts)
+
+
+def made_by(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
+    """What a row or a head says of itself."""
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
+
+
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
-    """Rows of measure -> value on a set, after a block. `evaluate` adds whose they are, trained or
-    untrained, and `add_rows` what made them."""
+    """Rows of measure -> value on a set, after a block."""
     key = {"set": name, "classes": classes, "block": block}
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
+
+
+def key_of(row: dict) -> dict:
+    """A row without its value, and without the code that measured it."""
+    return {name: cell for name, cell in row.items() if name not in ("value", "code")}
 
 
 def results_path(args: Namespace, name: str) -> Path:
@@ -526,16 +537,6 @@ def read_results(path: Path) -> dict:
     if path.exists():
         return json.loads(path.read_text())
     return {"checkpoints": {}, "rows": []}
-
-
-def key_of(row: dict) -> dict:
-    """A row without its value, and without the code that measured it."""
-    return {name: cell for name, cell in row.items() if name not in ("value", "code")}
-
-
-def made_by(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
-    """What a row or a head says of itself."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
 
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
