@@ -27,8 +27,8 @@ this (its settings are cut short, and the value is the paper's):
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each
-epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps
-evaluations from writing at once. A stopped evaluation begins anew.
+epoch of the heads, head-*.pt is the best linear head of the trained encoder, and eval.lock,
+which is empty, keeps evaluations from writing at once. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -432,8 +432,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as all tokens would be found in one that stays. But a
-        # scaling may happen to end with the size of before. An evaluation has sixteen, of which
-        # eight do so with maps of 4 x 4 tokens, one with 8 x 8, and none with 14 x 14.
+        # scaling may happen to end with the size of before. An evaluation of 512 images has 16
+        # scalings. 8 do so with maps of 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

@@ -81,7 +81,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is
     not kept as a factor, but as the size of its result, to which `rho` resizes a map of any
-    size. So of two motions, one after the other, the scaling is that of the second."""
+    size. `relative` relies on this: of two motions in a row, the second alone says the size."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -335,7 +335,8 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels; here sigma scales with the side.
+        # Choice: MoCo-v3 blurs views of 224 pixels. Here sigma scales with the side S, for b2
+        # as well, whose motion may change its size.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
@@ -578,7 +579,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w); keep maps and [CLS] after the blocks `layers`, from 1 on."""
+        """Encode (B, 3, h, w). Keep the maps after the blocks `layers`, from 1 on, and [CLS]
+        where it has entered."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -827,6 +829,7 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share
         # one mean and all keys, as in the release. With two means, an image of b2 would
         # weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of b1.
+        # And L_inv would be about twice as large, so that lambda would weigh half as much.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1145,7 +1148,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # DATA may also be the folder train itself, in which a class may be called train.
+    # DATA may also be the folder train itself. A folder train in that is a class.
     root = Path(args.data)
     if root.name != "train" and (root / "train").is_dir():
         root = root / "train"

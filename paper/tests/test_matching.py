@@ -48,7 +48,7 @@ def test_the_script_matches_recoloured_copies_after_a_block(tmp_path, monkeypatc
     spread = eval_linear.spread
     monkeypatch.setattr(eval_linear, "spread",
                         lambda data, n: most.append(n) or spread(data, n))
-    val = class_folders(tmp_path / "val", per_class=1, size=40)
+    val = class_folders(tmp_path / ".data" / "val", per_class=1, size=40)
     write_image(ser.Path(val, "n00/.ipynb_checkpoints/0.png"), PHOTO)     # none of the photographs
     path = toy_checkpoint(tmp_path)
     for flags in ("--layer 1", ""):

@@ -146,7 +146,10 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     names = paste("import timm", loader=loader, your_views=lambda image: "views",
                   your_loss=lambda vit, views: 0.0)
     names["copies"] = Mock(wraps=names["copies"])
+    unused = names["vit"].norm.weight     # by these losses
+    unused.grad = torch.ones_like(unused)
     names = paste("whole", **names)
+    assert unused.grad is None     # a gradient of before does not stay
     assert names["copies"].call_count == 2     # a colouring for each view
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
     assert views == "views" and image.shape == (3, 224, 224) and image.max() == 255
