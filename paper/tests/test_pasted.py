@@ -186,7 +186,5 @@ def test_readmes_tables_are_what_the_rows_say(header, again, measures):
         for measure, cell in zip(measures.split("; "), cells, strict=True):
             scale = 100 if "retrieval" in measure else 1
             values = [scale * row[measure] for row in runs[title] if measure in row]
-            wanted = f"{statistics.mean(values):.1f}"
-            if len(values) > 1:
-                wanted += f" ± {statistics.stdev(values):.1f}"
+            wanted = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
             assert cell == wanted, (title, measure)
