@@ -750,10 +750,13 @@ def mlp(*widths: int) -> nn.Sequential:
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU(True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]
-    return nn.Sequential(*layers)
+    for fan_in, fan_out in pairwise(widths[:-1]):
+        layers += [
+            nn.Linear(fan_in, fan_out, bias=False),
+            nn.BatchNorm1d(fan_out),
+            nn.ReLU(inplace=True)]
+    last = nn.Linear(widths[-2], widths[-1], bias=False)
+    return nn.Sequential(*layers, last, nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
