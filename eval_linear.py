@@ -703,9 +703,6 @@ def evaluate(args: Namespace) -> list[dict]:
 
     if rank == 0:
         print_table(rows)
-        if args.with_heads:
-            blocks = ", ".join(map(str, feature_blocks(checkpoint.encoder)))
-            print(f"heads read [CLS] after block {blocks}")
         print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
     return rows
 

@@ -1480,7 +1480,7 @@ def test_without_f1_equivariance_is_that_of_block_1(tmp_path):
 def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
     text = (HERE / "README.md").read_text()
     begin, output = re.search(r"```\n(4,096.*?chance\n)(.*?)\n```", text, re.S).groups()
-    *table, _, _ = output.splitlines()
+    *table, _ = output.splitlines()
     args = ser.parse([])
     facts = dict(images=len(ser.find_images(args)[0]), steps=192, b2=16, ranks=1, device="cpu")
     ser.print_plan(ser.Namespace(**vars(args), **facts), 0)

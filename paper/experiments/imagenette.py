@@ -70,6 +70,7 @@ def draw(rows: list[dict]) -> Any:
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
     titles = [TITLES.get(run, run) for run in runs]
+    places = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
     colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
     figure = Figure(figsize=(9.6, 2.4), layout="constrained")
@@ -80,7 +81,7 @@ def draw(rows: list[dict]) -> Any:
             seeds = sweep.select(rows, run, measure, block).values()
             values.append(factor * mean(row["value"] for row in seeds))
 
-        bars = axes.barh(titles, values, color=colors)
+        bars = axes.barh(places, values, color=colors)
         axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.set_xlim(0, 110)     # room for numbers
@@ -88,7 +89,8 @@ def draw(rows: list[dict]) -> Any:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    axes.invert_yaxis()     # of all four, which share it
+    axes.set_yticks(places, titles)     # of all four, which share the axis
+    axes.invert_yaxis()
     return figure
 
 
@@ -115,7 +117,8 @@ def show(args: Namespace) -> None:
                      "own rows are lost: show one file after the other")
     sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
-    for baseline in ("control", "MoCo-v3"):
+    here = {row["run"] for row in rows}
+    for baseline in [run for run in ("control", "MoCo-v3") if run in here] or ["control"]:
         print(f"\n{args.arm}, in brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
     if args.figure:

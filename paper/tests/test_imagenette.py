@@ -155,7 +155,7 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6"}      # the block of L_equiv
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
 def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, *flags.split())
+    printed, *_ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table("paper/README.md", header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
             run = RUNS.get(title, column)
@@ -167,14 +167,14 @@ def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, ca
 
 
 @pytest.mark.parametrize("title, flags, left_out", [
-    ("as above", "--epochs 100", "SER-0.1"),     # trained in another precision
-    ("20 epochs](", "", ""), ("4 of 128", "--ratio 0.03125", ""), ("ViT-S/16", VIT_S, ""),
-    ("Tiny ImageNet", TINY, "")])
+    ("100 epochs](", "--epochs 100", "SER-0.1"),     # trained in another precision
+    ("20 epochs](", "", ""), ("10 epochs](", "--epochs 10", ""),
+    ("4 of 128", "--ratio 0.03125", ""), ("ViT-S/16", VIT_S, ""), ("Tiny ImageNet", TINY, "")])
 def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, left_out, tmp_path,
                                                                 capsys):
-    printed, _ = tables(tmp_path, capsys, *flags.split())
+    printed, *_ = tables(tmp_path, capsys, *flags.split())
     linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
-    table = readme_table("README.md", "| linear accuracy, % |")
+    table = readme_table("paper/README.md", "| linear accuracy, % |")
     cells, = [cells for setting, cells in table.items() if title in setting]
     for run, cell in zip(("MoCo-v3", "control", "SER-0.1", "SER"), cells, strict=True):
         printed_cell = "" if run == left_out else linear.get(run, "")
@@ -182,19 +182,31 @@ def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, le
 
 
 def test_readmes_accuracies_in_bfloat16_are_those_of_the_other_trainings(tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, "--epochs", "100")
+    printed, *_ = tables(tmp_path, capsys, "--epochs", "100")
     linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
     moco, control, ser_again = readme_table("paper/README.md", "| the other")["linear, top-1 %"]
-    table = readme_table("README.md", "| linear accuracy, % |")
+    table = readme_table("paper/README.md", "| linear accuracy, % |")
     cells, = [cells for setting, cells in table.items() if "bfloat16" in setting]
     first = numbers(linear["SER-0.1"])[0]
     assert cells == [moco, control, f"{first}, {ser_again}", "-"]
 
 
+def test_readmes_matches_are_those_of_the_index():
+    matches = readme_table("README.md", "| right matches, % |")
+    for title, header in (("10 epochs", "| matching, ten"),
+                          ("100 epochs, one seed", "| matching, 100")):
+        rows = readme_table("paper/README.md", header)
+        columns = list(zip(*[
+            rows[f"matching %, {motion}, block 2"]
+            for motion in ("15 degrees", "30 degrees", "45 degrees", "shear", "perspective")]))
+        control, ser_half = (4, 6) if title == "10 epochs" else (2, 3)     # columns of those tables
+        assert matches[f"control, {title}"] == list(columns[control])
+        assert matches[f"SER, {title}"] == list(columns[ser_half])
+
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    printed, _ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
+    printed, *_ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
     assert path.stat().st_size > 9999
 
     rows, = imagenette.settings(TINY.split()).show

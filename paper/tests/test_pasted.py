@@ -140,11 +140,20 @@ def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     assert model.f1(images[..., :40]).shape == (2, 128, 8, 5)
 
 
-def test_the_copied_loss_trains_a_vit_of_timm():
+class OwnLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1)
+
+    def forward(self, vit, views):
+        return self.head(torch.ones(1)).sum()
+
+
+def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     images = torch.randint(256, (4, 3, 224, 224), generator=seeded()).to(torch.uint8)
-    loader = [(("views", images), "labels")]
+    loader = [(([torch.zeros(1)], images), "labels")]
     names = paste("import timm", loader=loader, your_views=lambda image: "views",
-                  your_loss=lambda vit, views: 0.0)
+                  your_loss=OwnLoss())
     names["copies"] = Mock(wraps=names["copies"])
     unused = names["vit"].norm.weight     # by these losses
     unused.grad = torch.ones_like(unused)
@@ -156,12 +165,15 @@ def test_the_copied_loss_trains_a_vit_of_timm():
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
     assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
 
-    modules = torch.nn.ModuleList([names["vit"], names["project"]])
-    gradients = [p.grad for p in modules.parameters() if p.grad is not None]
+    learned = [p for group in names["optimizer"].param_groups for p in group["params"]]
+    assert {id(p) for p in names["your_loss"].parameters()} <= {id(p) for p in learned}
+    gradients = [p.grad for p in learned if p.grad is not None]
     assert len(gradients) > 30     # three blocks of twelve tensors, and more
     assert all(gradient.ne(0).any() for gradient in gradients)
 
     names["images"] = torch.rand(4, 3, 224, 224)
+    paste("from eval_linear", **names)
+    assert 0 < float(capsys.readouterr().out) < 1
     assert paste("def f2", **names)["embedding"].shape == (4, 384)
 
 
