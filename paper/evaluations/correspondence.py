@@ -6,7 +6,7 @@ r"""What SER does, seen: which patches of a photograph find themselves after a q
 Ours; the paper has no such figure. Writes correspondence-*.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
 photograph, a rotated and recoloured copy, and for each checkpoint what it finds of this copy,
-where other patches are blue.
+where other patches fade to white.
 """
 from argparse import Namespace
 from pathlib import Path
@@ -20,8 +20,6 @@ from torchvision.transforms.functional import pil_to_tensor
 import eval_linear
 import ser
 from paper.evaluations import arguments, load_several, main, save_picture
-
-MISSED = torch.tensor([0.35, 0.55, 1.0]).view(3, 1, 1)     # a blue that is rare in photographs
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -89,10 +87,10 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         pictures = [("photograph", shown), ("rotated and recoloured", copy)]
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(seen, number), layer)
-            title = f"{name}\n{tokens.sum()} of {tokens.numel()}"
+            title = f"{name} finds\n{tokens.sum()} of {tokens.numel()}"
             opacity = 0.15 + 0.85 * tokens.float()
             strength = F.interpolate(opacity[None, None], shown.shape[1:])
-            pictures.append((title, MISSED + strength[0] * (copy - MISSED)))
+            pictures.append((title, 1 - strength[0] * (1 - copy)))     # 1 is white
 
         for panel, (title, picture) in zip(row, pictures):
             panel.set_title(title, fontsize=13)
