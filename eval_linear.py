@@ -28,7 +28,7 @@ this (its settings are cut short, and the value is the paper's):
 
 `weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each
 epoch of the heads, head-*.pt is the best linear head of the trained encoder, and eval.lock,
-which is empty, keeps evaluations from writing at once. A stopped evaluation begins anew.
+which is empty, keeps evaluations from writing at the same time. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -97,7 +97,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # Heads are trained if --mlp or --cache is given, or none of the four.
+    # Heads are trained if --mlp or --cache asks for them, or if no flag asks for anything else.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -164,7 +164,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.known = classes
+        self.train_classes = classes
         super().__init__(str(root), transform, loader=ser.read_image, is_valid_file=self.is_image)
 
     def is_image(self, path: str) -> bool:
@@ -175,14 +175,14 @@ class ClassFolder(ImageFolder):
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The folders of root, and the label of each, from which ImageFolder makes its list."""
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
-        classes = self.known or folders
+        classes = self.train_classes or folders
         if set(folders).isdisjoint(classes):
-            # Folders may also be called by their labels 0, 1, ..., as in ImageNet-V2. But if they
-            # begin with 1, all labels may be off by one.
-            classes = [str(label) for label in range(len(classes))]
+            # No folder has the name of a class. Then they are called by the labels 0, 1, ..., as
+            # in ImageNet-V2. Those that begin with 1 are refused, as all may be off by one.
             if "0" not in folders:
                 sys.exit(f"{self.root}: no folder has the name of a training class, or of the "
                          "label 0")
+            classes = [str(label) for label in range(len(classes))]
 
         for folder in folders:
             if folder not in classes:
@@ -345,7 +345,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             schedule.step()
 
         with torch.no_grad():
-            val_classes = y_val.unique()     # val may lack some of them
+            val_classes = y_val.unique()     # val may lack classes of the training images
             top1 = [accuracy(head(x_val), y_val, val_classes)[0] for head in heads]
         line = {"weights": encoder_fingerprint, "settings": vars(args), "epoch": epoch + 1,
                 "val top-1 %": dict(zip(args.lr, top1))}
@@ -397,10 +397,10 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Choice: the
-    cosine is of each token, as A.2 does not say. g is sampled as in training, and leaves some
-    images as they are. Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1:
-    here, as in `relative`, g scales by g2 alone."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g is
+    `relative` of two motions, as in training. It leaves some images as they are."""
+    # Choice: the cosine is of each token, as A.2 does not say. g scales by g2 alone, unlike
+    # A.2's g2 g1^-1, as in training.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -431,9 +431,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as all tokens would be found in one that stays. But a
-        # scaling may happen to end with the size of before. An evaluation of 512 images has 16
-        # scalings. 8 do so with maps of 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
+        # Every image is turned or flipped, as all tokens would be found in one that stays. But of
+        # the 16 scalings of 512 images, 8 end with the size of before if maps have 4 x 4 tokens,
+        # one if they have 8 x 8, and none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -459,8 +459,8 @@ def unit_tokens(h: Tensor) -> Tensor:
 
 
 def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own,
-    from the ranges of training, and normalise them."""
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, and normalise
+    them. The numbers are sampled here, from the ranges of training, as there is no loader."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
     none = torch.zeros(len(x), dtype=torch.bool)
     aug = ser.Augmentation(
@@ -612,6 +612,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
             choices.append(own_classes)
         for among in choices:
             values = scores(head, train, test, among, encoder.dim)
+            # Linear heads read the blocks before the last one, too.
             rows += make_rows(values, name, len(among), encoder.depth)
     return rows, saved_head
 

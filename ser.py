@@ -122,8 +122,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # With antialiasing, CPUs resize bytes, float32 and float64, but no half
-    # precision. So half precision becomes float32 here, on all devices.
+    # CPUs cannot antialias half precision, which therefore becomes float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -149,7 +148,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # The turned map is made contiguous, as a resize of strided memory rounds differently.
+    # The turned map is made contiguous, as later operations would round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -157,11 +156,10 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1). It flips and turns them, then
-    resizes them to the grid of view 2."""
-    # Taken literally, g1^-1 would first undo the scaling of view 1, and g2 would then scale
-    # again. Choice: a map is resized once, right to the grid of view 2, as two resizes would
-    # blur more.
+    """The motion that takes view 1 and its maps to view 2 (3.1). It flips and turns
+    them by g = g2 g1^-1, then resizes them to the grid of view 2."""
+    # Choice: a map is resized once, right to the grid of view 2. The scaling of view 1
+    # is not undone before, as g1^-1 would literally do, since two resizes blur more.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -829,10 +827,10 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds a mean over b1 and one over b2: both share
-        # one mean and all keys, as in the release. With two means, an image of b2 would
-        # weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of b1.
-        # And L_inv would be about twice as large, so that lambda would weigh half as much.
+        # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: both share one
+        # mean, and all images are keys, as in the release. With two means, an image of b2
+        # would weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of
+        # b1. And L_inv would be larger, so that lambda would weigh less.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1151,7 +1149,8 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # DATA may also be the folder train itself. A folder train in that is a class.
+    # Images are below DATA/train if there is one, else below DATA. If DATA is itself called
+    # train, a folder train in it is a class.
     root = Path(args.data)
     if root.name != "train" and (root / "train").is_dir():
         root = root / "train"
@@ -1162,6 +1161,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
+    # Folders such as val are a mistake, unless the images are said to be for training.
     names = [path.removeprefix(f"{root}/") for path in images]
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
     if root.name != "train" and folders & HELD_OUT:
