@@ -17,7 +17,8 @@ other things:
 
 --equivariance and --knn can be added to --cache and --mlp, and to each other. Where
 equivariance is measured, the untrained encoder that the run began with is evaluated as well,
-in all that is asked for. Synthetic images are not cropped.
+in all that is asked for. Without --data, equivariance of turns is always measured, and images
+are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -399,8 +400,8 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g is
     `relative` of two motions, as in training. It leaves some images as they are."""
-    # Choice: the cosine is of each token, as A.2 does not say. g scales by g2 alone, unlike
-    # A.2's g2 g1^-1, as in training.
+    # Choice: the cosine is of each token, as A.2 does not say. As in training, but unlike in
+    # A.2, whose g = g2 g1^-1 also undoes the scaling of g1, g scales by g2 alone.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -431,9 +432,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as all tokens would be found in one that stays. But of
-        # the 16 scalings of 512 images, 8 end with the size of before if maps have 4 x 4 tokens,
-        # one if they have 8 x 8, and none with 14 x 14.
+        # Every image is turned or flipped, as all tokens would be found in one that stays. But
+        # with few tokens, some scalings end with the size of before, so values are too high then.
+        # Of the 16 of 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8, 0 with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

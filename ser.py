@@ -333,8 +333,8 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels. Here sigma scales with the side S, for b2
-        # as well, whose motion may change its size.
+        # Choice: MoCo-v3 blurs views of 224 pixels. Here sigma scales with the side S of a
+        # view, for b2 with that before its motion.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
@@ -671,7 +671,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     views, of *other* images alone. But Algorithm 1 has "other images/tokens", and A.4 "other
     images and spatial locations", which may mean tokens of the same image, too.
 
-    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2).
+    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2), which
+    are z and z' in the paper already before the projection.
     Paper: 3.3, z alone are anchors. Those of this rank are compared with z and z' of all
     ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
     Raises ValueError if the shapes differ, or there is but one image in all."""
