@@ -16,9 +16,9 @@ other things:
     --equivariance     none      -                   no      after every block       minutes
 
 --equivariance and --knn can be added to --cache and --mlp, and to each other. Where
-equivariance is measured, the untrained encoder that the run began with is evaluated as well,
-in all that is asked for. Without --data, equivariance of turns is always measured, and images
-are not cropped.
+equivariance is measured, the untrained encoder that the run began with is evaluated as
+well, in all that is asked for. Without --data, equivariance of turns is always measured,
+and images are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -28,8 +28,8 @@ this (its settings are cut short, and the value is the paper's):
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each
-epoch of the heads, head-*.pt is the best linear head of the trained encoder, and eval.lock,
-which is empty, keeps evaluations from writing at the same time. A stopped evaluation begins anew.
+epoch of the heads, head-*.pt is the best linear head of the trained encoder, and the empty
+eval.lock keeps evaluations from writing at the same time. A stopped one begins anew.
 """
 import fcntl
 import hashlib
@@ -98,7 +98,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # Heads are trained if --mlp or --cache asks for them, or if no flag asks for anything else.
+    # Heads are trained if --mlp or --cache asks for them, or if no flag asks for anything.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -178,8 +178,8 @@ class ClassFolder(ImageFolder):
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
         classes = self.train_classes or folders
         if set(folders).isdisjoint(classes):
-            # No folder has the name of a class. Then they are called by the labels 0, 1, ..., as
-            # in ImageNet-V2. Those that begin with 1 are refused, as all may be off by one.
+            # No folder has the name of a class. Then they are called by labels 0, 1, ...,
+            # as in ImageNet-V2. If they begin with 1, all may be off by one.
             if "0" not in folders:
                 sys.exit(f"{self.root}: no folder has the name of a training class, or of the "
                          "label 0")
@@ -398,10 +398,10 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g is
-    `relative` of two motions, as in training. It leaves some images as they are."""
-    # Choice: the cosine is of each token, as A.2 does not say. As in training, but unlike in
-    # A.2, whose g = g2 g1^-1 also undoes the scaling of g1, g scales by g2 alone.
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g
+    is `relative` of two motions, as in training. It leaves some images as they are."""
+    # Choice: the cosine is of each token, as A.2 does not say. As in training, g scales by
+    # g2 alone, unlike in A.2, whose g = g2 g1^-1 also undoes the scaling of g1.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -432,9 +432,10 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as all tokens would be found in one that stays. But
-        # with few tokens, some scalings end with the size of before, so values are too high then.
-        # Of the 16 of 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8, 0 with 14 x 14.
+        # Every image is turned or flipped, as all tokens would be found in one that stays.
+        # But with few tokens, some scalings end with the size of before, and values are too
+        # high. Of the 16 scalings of 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8,
+        # and none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

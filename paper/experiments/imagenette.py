@@ -117,8 +117,7 @@ def show(args: Namespace) -> None:
                      "own rows are lost: show one file after the other")
     sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
-    here = {row["run"] for row in rows}
-    for baseline in [run for run in ("control", "MoCo-v3") if run in here] or ["control"]:
+    for baseline in ("control", "MoCo-v3"):
         print(f"\n{args.arm}, in brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
     if args.figure:

@@ -155,7 +155,7 @@ RUNS = {"2": "SER", "4": "layer-4", "6": "layer-6"}      # the block of L_equiv
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
     ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
 def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, capsys):
-    printed, *_ = tables(tmp_path, capsys, *flags.split())
+    printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table("paper/README.md", header).items():
         for column, cell in zip(columns.split("; "), cells, strict=True):
             run = RUNS.get(title, column)
@@ -172,7 +172,7 @@ def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, ca
     ("4 of 128", "--ratio 0.03125", ""), ("ViT-S/16", VIT_S, ""), ("Tiny ImageNet", TINY, "")])
 def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, left_out, tmp_path,
                                                                 capsys):
-    printed, *_ = tables(tmp_path, capsys, *flags.split())
+    printed, _ = tables(tmp_path, capsys, *flags.split())
     linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
     table = readme_table("paper/README.md", "| linear accuracy, % |")
     cells, = [cells for setting, cells in table.items() if title in setting]
@@ -182,7 +182,7 @@ def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, le
 
 
 def test_readmes_accuracies_in_bfloat16_are_those_of_the_other_trainings(tmp_path, capsys):
-    printed, *_ = tables(tmp_path, capsys, "--epochs", "100")
+    printed, _ = tables(tmp_path, capsys, "--epochs", "100")
     linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
     moco, control, ser_again = readme_table("paper/README.md", "| the other")["linear, top-1 %"]
     table = readme_table("paper/README.md", "| linear accuracy, % |")
@@ -199,10 +199,11 @@ def test_readmes_matches_are_those_of_the_index():
     cells = readme_table("README.md", "| right matches, % |").values()
     assert [tuple(row) for row in cells] == [moco, turned, control, ser_half]
 
+
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    printed, *_ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
+    printed, _ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
     assert path.stat().st_size > 9999
 
     rows, = imagenette.settings(TINY.split()).show
