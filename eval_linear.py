@@ -1,19 +1,19 @@
-"""What a checkpoint has learned: linear probe (paper 4.1), k-NN (4.2), equivariance (A.2).
+"""What a checkpoint learned: linear probe (paper 4.1), k-NN (4.2), equivariance (A.2).
 
-    python eval_linear.py                            # runs/ser/last.pt, on synthetic images
+    python eval_linear.py                          # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
 The second line is the protocol of 4.1, with choices where that is silent. Flags ask for
 other things:
 
-    flags              heads     learn from          20-NN   equivariance            time
-    no --data          linear    synthetic images    yes     of turns, after f1      a minute
-    --data alone       linear    random crops        yes     no                      hours
-    --cache            linear    one centre crop     yes     no                      minutes
-    --mlp              MLPs      random crops        yes     no                      hours
-    --mlp --cache      MLPs      one centre crop     yes     no                      minutes
-    --knn              none      -                   yes     no                      minutes
-    --equivariance     none      -                   no      after every block       minutes
+    flags              heads     learn from          20-NN   equivariance         time
+    no --data          linear    synthetic images    yes     of turns, after f1   a minute
+    --data alone       linear    random crops        yes     no                   hours
+    --cache            linear    one centre crop     yes     no                   minutes
+    --mlp              MLPs      random crops        yes     no                   hours
+    --mlp --cache      MLPs      one centre crop     yes     no                   minutes
+    --knn              none      -                   yes     no                   minutes
+    --equivariance     none      -                   no      after every block    minutes
 
 --equivariance and --knn can be added to --cache and --mlp, and to each other. Where
 equivariance is measured, the untrained encoder that the run began with is evaluated as
@@ -27,9 +27,9 @@ this (its settings are cut short, and the value is the paper's):
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for each
-epoch of the heads, head-*.pt is the best linear head of the trained encoder, and the empty
-eval.lock keeps evaluations from writing at the same time. A stopped one begins anew.
+`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for
+each epoch of the heads, head-*.pt is the best linear head of the trained encoder, and the
+empty eval.lock keeps two evaluations from writing at once. A stopped one begins anew.
 """
 import fcntl
 import hashlib
@@ -56,7 +56,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Rows hold this checksum. That of the code that trained is among the settings of the checkpoint.
+# Rows hold this checksum. That of the code that trained is in the checkpoint's settings.
 CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
@@ -77,7 +77,7 @@ def arguments() -> ArgumentParser:
         help="20-NN alone; with heads, it is measured anyway")
     add("--equivariance", action="store_true",
         help="equivariance after every block, alone or beside what other flags ask for")
-    # Choice: the release has 1, 3 and 10. Few classes and weak features need smaller ones.
+    # Choice: the release has 1, 3 and 10. Few classes or weak features need lower ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
         help="learning rates, scaled by batch size / 256; each trains a head")
@@ -98,7 +98,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # Heads are trained if --mlp or --cache asks for them, or if no flag asks for anything.
+    # Heads are trained if --mlp or --cache asks for them, or no flag asks for anything.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -114,7 +114,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
-    """Read --checkpoint once, for all ranks: a run that goes on may replace it at any time."""
+    """Read --checkpoint once for all ranks, as a run that goes on may replace it."""
     ranks, rank = ser.ranks_and_rank()
     states: list = [None]     # `broadcast_object_list` fills a list
     if rank == 0:
@@ -158,9 +158,9 @@ def eval_transform(size: int) -> v2.Transform:
 
 
 class ClassFolder(ImageFolder):
-    """The images root/CLASS/... The label of a class is its place in `classes`, those of the
-    training images; without them, its place among the sorted folders of root. Hidden files and
-    folders are left out, as in ser.py."""
+    """The images root/CLASS/... The label of a class is its place in `classes`, those of
+    the training images; without them, its place among the sorted folders of root. Hidden
+    files and folders are left out, as in ser.py."""
     def __init__(self, root: str | Path, transform: Callable | None = None,
                  classes: Sequence[str] = ()):
         if not os.path.isdir(root):
@@ -361,8 +361,8 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
 
 
 def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
-    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone. Logits that are
-    not finite count as wrong."""
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone.
+    Logits that are not finite count as wrong."""
     guesses = among[logits[:, among].topk(min(5, len(among))).indices]            # (n, 5)
     # `topk` takes nan for the largest, so a head that diverged would always guess one class.
     finite = logits.isfinite().all(1, keepdim=True)
@@ -390,9 +390,10 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# Here f1 is any function that makes a map of an image, such as the first so many blocks, or all
-# of them. It is equivariant if moving its map, rho_g(f1(x)), gives the map of the moved image,
-# f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval is our own measure.
+# Here f1 is any function that makes a map of an image, such as the first so many blocks,
+# or all of them. It is equivariant if moving its map, rho_g(f1(x)), gives the map of the
+# moved image, f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval
+# is our own measure.
 PART_SIZE = 32     # images at a time; `retrieval` looks for a token among theirs
 
 
@@ -461,8 +462,8 @@ def unit_tokens(h: Tensor) -> Tensor:
 
 
 def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, and normalise
-    them. The numbers are sampled here, from the ranges of training, as there is no loader."""
+    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, and
+    normalise them. Its numbers are sampled here, from the ranges of training."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
     none = torch.zeros(len(x), dtype=torch.bool)
     aug = ser.Augmentation(
@@ -485,8 +486,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 # A row has what was measured (`make_rows`), of which encoder (`evaluate` adds that), and what
 # made it: the weights (`fingerprint`), the settings, the images (`describe`) and the code.
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of one module from those of another. An encoder is more
-    than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
+    """A short text that tells the weights of one module from those of another. An encoder
+    is more than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -564,8 +565,8 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
 
 def table_format(measure: str) -> tuple[str, int, int]:
-    """How tables show a measure: its title, what values are multiplied by, and digits. The file has
-    accuracies in percent, and a retrieval as a share, which tables show in percent."""
+    """How tables show a measure: its title, what values are multiplied by, and digits. The
+    file has accuracies in percent, and a retrieval as a share, which tables show in percent."""
     if "retrieval" in measure:
         return f"{measure} %", 100, 1
     digits = 3 if "cosine" in measure else 1
