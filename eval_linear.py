@@ -487,7 +487,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 # made it: the weights (`fingerprint`), the settings, the images (`describe`) and the code.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
-    is more than its weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
+    is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
+    enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
