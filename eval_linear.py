@@ -15,9 +15,9 @@ other things:
     --knn              none      -                   yes     no                   minutes
     --equivariance     none      -                   no      after every block    minutes
 
---equivariance and --knn can be added to --cache and --mlp, and to each other. Where
-equivariance is measured, the untrained encoder that the run began with is evaluated as
-well, in all that is asked for. Without --data, equivariance of turns is always measured,
+--equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
+the untrained encoder that the run began with is evaluated as well, for comparison, in
+all that is asked for. Without --data, equivariance of turns is always measured,
 and images are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like

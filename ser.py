@@ -148,7 +148,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # The turned map is made contiguous, as later operations would round differently.
+    # The turned map is made contiguous, as sums over another layout of memory round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -463,7 +463,7 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), in full circles."""
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
     # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
     r, g, b = x.split(1, dim=1)
     value = x.amax(1, keepdim=True)
