@@ -13,8 +13,8 @@ from eval_linear import Checkpoint
 
 
 # The encoders that are here.
-ENCODERS = {"control": "control", "SER": "SER", "rotated crops": "turned",
-            "SER on rotated crops": "turned-SER"}
+ENCODERS = {"MoCo-v3": "MoCo-v3", "control": "control", "SER": "SER",
+            "rotated crops": "turned", "SER on rotated crops": "turned-SER"}
 
 
 def arguments(data: str, several: bool = False) -> ArgumentParser:
