@@ -217,9 +217,9 @@ def load_sets(args: Namespace, size: int) -> Sets:
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
 
-def spread(data: Dataset, most: int) -> Subset:
-    """At most so many images, spread over all, as folders are sorted by class."""
-    places = torch.linspace(0, len(data) - 1, min(most, len(data)))
+def spread(data: Dataset, n: int) -> Subset:
+    """At most n images, spread over all, as folders are sorted by class."""
+    places = torch.linspace(0, len(data) - 1, min(n, len(data)))
     return Subset(data, places.long().tolist())
 
 
@@ -423,7 +423,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
     images: (n, 3, S, S), as `change` takes them; without `change`, as f1 does. n should be a
         multiple of 32, as a token is found more easily among fewer images.
-    element: what moves them, "rot90", "hflip" or "scale".
+    element: what moves them, "rot90", "hflip" or "scale". With few tokens, some scalings end
+        with the size of before, and values are too high. Of the 16 scalings of 512 images,
+        these are 8 with 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
     change: is applied to the images before f1, and to the moved ones anew, for instance a random
         colour jitter. Without it, even the mean colour of a patch would find almost every
         turned token."""
@@ -434,9 +436,6 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         # Every image is turned or flipped, as all tokens would be found in one that stays.
-        # But with few tokens, some scalings end with the size of before, and values are too
-        # high. Of the 16 scalings of 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8,
-        # and none with 14 x 14.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
