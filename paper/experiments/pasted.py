@@ -4,7 +4,7 @@
 
 The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
 batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
-loss. Sizes, crops, rate and schedule are imagenette.py's.
+loss. Sizes, crops and rate are imagenette.py's, for 20 epochs in place of ten.
 With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
 A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
 """

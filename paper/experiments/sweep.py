@@ -172,40 +172,30 @@ def check_alike(rows: list[dict]) -> None:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
 
     own: dict = {}     # run -> its script and flags
-    for row in [row for row in rows if "own" in row]:
+    for row in rows:
         first = own.setdefault(row["run"], row["own"])
         if row["own"] != first:
             sys.exit(f"{row['run']} has rows of {first}, and of {row['own']}")
 
 
-def select(rows: list[dict], run: str, measure: str, block: int) -> dict:
-    """seed -> row. A row whose seed is None has the mean and the std of seeds whose own rows are
-    lost, and counts alone. Of several rows of a seed, the first is among all classes."""
+def select(rows: list[dict], run: str, measure: str, block: int) -> dict[int, float]:
+    """seed -> value. Of several rows of a seed, the first is among all classes."""
     found: dict = {}
     for row in rows:
         if (row["run"], row["measure"], row["block"]) == (run, measure, block):
-            found.setdefault(row["seed"], row)
-    return {None: found[None]} if None in found else found
+            found.setdefault(row["seed"], row["value"])
+    return found
 
 
-def differences(found: dict, base: dict, baseline: str) -> dict:
-    """Those of two runs within a seed, as from `select`. The row of lost seeds may bring them."""
-    lost = found.get(None, {}).get(f"minus {baseline}")
-    if lost:
-        return {None: lost}
-    seeds = [seed for seed in found if seed in base]
-    return {seed: {"value": found[seed]["value"] - base[seed]["value"]} for seed in seeds}
-
-
-def spread(found: dict, measure: str) -> str:
-    """mean ± std over the seeds of `select`. The std of lost seeds is in their row."""
-    if not found:
+def spread(values: list[float], measure: str) -> str:
+    """mean ± std over seeds."""
+    if not values:
         return "-"
     _, unit, digits = eval_linear.table_format(measure)
-    values = [row["value"] for row in found.values()]
-    std = stdev(values) if len(values) > 1 else found.get(None, {}).get("std")
     text = f"{unit * mean(values):.{digits}f}"
-    return text if std is None else f"{text} ± {unit * std:.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {unit * stdev(values):.{digits}f}"
+    return text
 
 
 def table(rows: list[dict], baseline: str) -> str:
@@ -221,8 +211,8 @@ def table(rows: list[dict], baseline: str) -> str:
         line = [f"{title}, block {block}"]
         for run in runs:
             found = select(rows, run, measure, block)
-            gains = differences(found, base, baseline)
-            line.append(f"{spread(found, measure)} ({spread(gains, measure)})")
+            gains = [found[seed] - base[seed] for seed in found if seed in base]
+            line.append(f"{spread([*found.values()], measure)} ({spread(gains, measure)})")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
