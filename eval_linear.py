@@ -179,7 +179,7 @@ class ClassFolder(ImageFolder):
         classes = self.train_classes or folders
         if set(folders).isdisjoint(classes):
             # No folder has the name of a class. Then they are called by labels 0, 1, ...,
-            # as in ImageNet-V2. If they begin with 1, all may be off by one.
+            # as in ImageNet-V2. Without a 0, all labels may be off by one.
             if "0" not in folders:
                 sys.exit(f"{self.root}: no folder has the name of a training class, or of the "
                          "label 0")
@@ -245,9 +245,9 @@ def precision(x: Tensor) -> torch.autocast:
 
 
 def feature_blocks(encoder: ViT) -> range:
-    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four, for linear heads.
-    Choice: also for MLPs, and of these blocks, those that have a [CLS]. In the ViT of
-    `python ser.py`, that is the last one alone."""
+    """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four, for linear
+    heads. Choice: MLPs read these blocks, too. Some may have no [CLS] yet, and are left
+    out. So in the ViT of `python ser.py`, only the last one is read."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
@@ -400,9 +400,10 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g
-    is `relative` of two motions, as in training. It leaves some images as they are."""
-    # Choice: the cosine is of each token, as A.2 does not say. As in training, g scales by
-    # g2 alone, unlike in A.2, whose g = g2 g1^-1 also undoes the scaling of g1.
+    is `relative` of two motions, as in training. By some g, an image stays as it is."""
+    # Choice: the cosine is of each token, as A.2 does not say.
+    # Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1: as in training,
+    # g scales by g2 alone.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -421,11 +422,11 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     images, as a share: about 1 / (32 H W) by chance.
 
     f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
-    images: (n, 3, S, S), as `change` takes them; without `change`, as f1 does. n should be a
-        multiple of 32, as a token is found more easily among fewer images.
-    element: what moves them, "rot90", "hflip" or "scale". With few tokens, some scalings end
-        with the size of before, and values are too high. Of the 16 scalings of 512 images,
-        these are 8 with 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
+    images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
+        should be a multiple of 32, as a token is found more easily among fewer images.
+    element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. With
+        few tokens, some scalings change no size, so that values are too high. For 512
+        images, these are 8 of 16 with 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
     change: is applied to the images before f1, and to the moved ones anew, for instance a random
         colour jitter. Without it, even the mean colour of a patch would find almost every
         turned token."""
@@ -464,11 +465,11 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, and
     normalise them. Its numbers are sampled here, from the ranges of training."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
-    none = torch.zeros(len(x), dtype=torch.bool)
+    off = torch.zeros(len(x), dtype=torch.bool)
     aug = ser.Augmentation(
         brightness=1 + ser.BRIGHTNESS * draws[0], contrast=1 + ser.CONTRAST * draws[1],
         saturation=1 + ser.SATURATION * draws[2], hue=ser.HUE * draws[3],
-        gray=none, blur=torch.zeros(len(x)), solarize=none)
+        gray=off, blur=torch.zeros(len(x)), solarize=off)
     return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 

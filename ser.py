@@ -76,6 +76,8 @@ from tqdm import tqdm
 # end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
+SCALE_AREA = (0.7, 1.3)                    # of a scaled image, relative to before
+SCALE_ASPECT = (3 / 4, 4 / 3)              # its columns / rows
 
 
 class Geometry(NamedTuple):
@@ -102,10 +104,12 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: the range [0.7, 1.3] of 4.1 is one of areas, as is that of random resized crops,
-    # before sides are rounded. The aspect, columns / rows, has the release's range.
-    area = 0.7 + 0.6 * u
-    aspect = 3 / 4 * (16 / 9) ** v          # log-uniform from 3/4 to 4/3
+    # Choice: we read the range [0.7, 1.3] of 4.1 as one of areas, as random resized crops
+    # have it. The range of the aspect is the release's. We sample it log-uniformly.
+    least, most = SCALE_AREA
+    area = least + (most - least) * u
+    least, most = SCALE_ASPECT
+    aspect = least * (most / least) ** v
     rows = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -122,7 +126,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # CPUs cannot antialias half precision, which therefore becomes float32, on all devices.
+    # CPUs antialias these types alone. So others become float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -148,7 +152,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # The turned map is made contiguous, as sums over another layout of memory round differently.
+    # Without `contiguous`, results would have the memory layout of the turned map, and
+    # later sums would round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -158,8 +163,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The motion that takes view 1 and its maps to view 2 (3.1). It flips and turns
     them by g = g2 g1^-1, then resizes them to the grid of view 2."""
-    # Choice: a map is resized once, right to the grid of view 2. The scaling of view 1
-    # is not undone before, as g1^-1 would literally do, since two resizes blur more.
+    # Choice, unlike 3.1: a map is resized once, right to the grid of view 2. The scaling
+    # of view 1 is not undone before, as g1^-1 would do, since two resizes blur more.
     #
     # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
     # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
@@ -182,9 +187,10 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motions of this rank's `batch` images. All ranks must scale alike, as they
-    gather tokens and need equally many. So each rank samples the motions of all, with the
-    generator `shared`, which is seeded alike everywhere, and keeps its own part."""
+    """Sample the motions of this rank's `batch` images. The generator `shared` is seeded
+    alike on all ranks, so that they scale alike, as they gather tokens and need equally
+    many. Each samples the motions of all ranks and keeps its own part, or all would flip
+    and turn alike."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -203,14 +209,6 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 #     motions                           --seed, step and view, for the images of all ranks,
 #                                       of which each rank keeps its own
 #     what a base method samples        --seed, step and rank
-#
-# What becomes of an image:
-#
-#     batch_items           (epoch, index, in_b2)
-#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
-#     the loader            the same for a batch, by PyTorch's collate function, which makes
-#                           pixels (B, 3, S, S) and tensors (B,) of numbers
-#     make_views            [View, View], where b2 is moved, and all images are jittered
 def seed_of(*names: Any) -> int:
     """A seed from names and numbers, the same in all processes, unlike `hash`."""
     return random.Random(repr(names)).getrandbits(63)
@@ -249,6 +247,13 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
                 yield items + [(epoch, index, True) for index in b2]
 
 
+# What becomes of an item:
+#
+#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
+#     the loader            the same for a batch, by PyTorch's collate function, which makes
+#                           pixels (B, 3, S, S) and tensors (B,) of numbers
+#     make_views            [View, View], where b2 is moved, and all images are jittered
+#
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
 #     done in       to b1, by T          with probability    to b2, by T_eq
@@ -397,25 +402,25 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
         their Augmentation, whose tensors are on the CPU, so that what to blur is known
         without waiting for a GPU."""
     ranks, _ = ranks_and_rank()
-    B2 = b2_per_rank(args, ranks)
+    n_b2 = b2_per_rank(args, ranks)
     views = []
     for view_number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
-        B1 = len(images) - B2     # `batch_items` puts b1 first
+        n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
         # Choice, unlike MoCo-v3: for speed, all images of a view share one order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
-        aug_b1 = Augmentation(*[field[:B1] for field in aug])
-        b1 = jitter_and_normalise(images[:B1], aug_b1, order)
+        aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
+        b1 = jitter_and_normalise(images[:n_b1], aug_b1, order)
 
         b2 = geometry = None
-        if B2 > 0:
+        if n_b2 > 0:
             shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
-            geometry = sample_rank_geometry(B2, grid, tuple(args.group), shared)
+            geometry = sample_rank_geometry(n_b2, grid, tuple(args.group), shared)
             # Choice: the motion comes before the photometric jitter.
-            moved = rho(geometry, images[B1:], args.patch_size)
-            aug_b2 = Augmentation(*[field[B1:] for field in aug])
+            moved = rho(geometry, images[n_b1:], args.patch_size)
+            aug_b2 = Augmentation(*[field[n_b1:] for field in aug])
             b2 = jitter_and_normalise(moved, aug_b2, order)
 
         views.append(View(b1, b2, geometry, aug, order))
@@ -671,8 +676,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     views, of *other* images alone. But Algorithm 1 has "other images/tokens", and A.4 "other
     images and spatial locations", which may mean tokens of the same image, too.
 
-    z and z_prime are the projected tokens (B, N, K) of rho_g(f1(x1)) and of f1(x2), which
-    are z and z' in the paper already before the projection.
+    z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2). In the
+    paper, z and z' are also the names of the maps before the projection.
     Paper: 3.3, z alone are anchors. Those of this rank are compared with z and z' of all
     ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
     Raises ValueError if the shapes differ, or there is but one image in all."""
@@ -682,8 +687,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice: the gradient passes through anchors, z, and keys, as 3.3 stops it nowhere.
-        # The release stops both.
+        # Choice: the gradient passes through anchors and keys alike, as 3.3 stops it
+        # nowhere. The release stops it in both.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -1150,8 +1155,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # Images are below DATA/train if there is one, else below DATA. If DATA is itself called
-    # train, a folder train in it is a class.
+    # If DATA is itself called train, a folder train in it is a class.
     root = Path(args.data)
     if root.name != "train" and (root / "train").is_dir():
         root = root / "train"
@@ -1177,8 +1181,9 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def code_checksum() -> str:
-    """The checksum of the code that runs, which is this file and the script, such as
-    paper/methods/dino.py. Checkpoints hold that of the start, as files may be edited later."""
+    """The checksum of this file and of the script that runs, such as paper/methods/dino.py,
+    but not of what else that imports. Checkpoints hold that of the code with which their
+    run was last started."""
     paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
     return checksum([
         Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
