@@ -238,7 +238,7 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
-def precision(x: Tensor) -> torch.autocast:
+def autocast(x: Tensor) -> torch.autocast:
     """The precision of matrix products. Choice: bfloat16 on GPUs that have it, else float32."""
     bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.autocast(x.device.type, torch.bfloat16, bf16)
@@ -257,7 +257,7 @@ def cls_features(encoder: ViT, images: Tensor) -> Tensor:
     `feature_blocks`, side by side, so that the last D columns are of the last
     block. Choice: they pass the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
-    with precision(x):
+    with autocast(x):
         cls_at = encoder(x, feature_blocks(encoder)).cls_at
         features = [encoder.norm(cls) for cls in cls_at.values()]
     return torch.cat(features, dim=1).float()
@@ -360,10 +360,11 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
     return heads[best].requires_grad_(False), args.lr[best]
 
 
-def accuracy(logits: Tensor, labels: Tensor, among: Tensor) -> tuple[float, float]:
-    """Top-1 and top-5 in percent of logits (n, C), among the classes `among` alone.
+def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float, float]:
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `candidates` alone.
     Logits that are not finite count as wrong."""
-    guesses = among[logits[:, among].topk(min(5, len(among))).indices]            # (n, 5)
+    best = logits[:, candidates].topk(min(5, len(candidates))).indices
+    guesses = candidates[best]     # (n, 5)
     # `topk` takes nan for the largest, so a head that diverged would always guess one class.
     finite = logits.isfinite().all(1, keepdim=True)
     right = ((guesses == labels[:, None]) & finite).float()
@@ -484,7 +485,7 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 7. Results: rows that say what made them ========================================
 # A row has what was measured (`make_rows`), of which encoder (`evaluate` adds that), and what
-# made it: the weights (`fingerprint`), the settings, the images (`describe`) and the code.
+# made it: the weights (`fingerprint`), the settings, the images (`describe_sets`) and the code.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
     is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
@@ -498,7 +499,7 @@ def fingerprint(module: nn.Module) -> str:
     return text
 
 
-def describe(sets: dict[str, Dataset]) -> str:
+def describe_sets(sets: dict[str, Dataset]) -> str:
     """How many images each set has, and a checksum of their names, if they have any."""
     texts = []
     for name, data in sets.items():
@@ -511,9 +512,9 @@ def describe(sets: dict[str, Dataset]) -> str:
     return ", ".join(texts)
 
 
-def made_by(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
+def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
     """What a row or a head says of itself."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 
 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
@@ -522,7 +523,7 @@ def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[
     return [key | {"measure": measure, "value": value} for measure, value in values.items()]
 
 
-def key_of(row: dict) -> dict:
+def row_key(row: dict) -> dict:
     """A row without its value, and without the code that measured it."""
     return {name: cell for name, cell in row.items() if name not in ("value", "code")}
 
@@ -544,9 +545,9 @@ def read_results(path: Path) -> dict:
 
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
-             described: str) -> None:
-    """Add rows to the file of results, each with what made it. described: what `describe` says
-    of the images. A row replaces an older one that differs in its value and the code alone."""
+             images: str) -> None:
+    """Add rows to the file of results, each with what made it. images: what `describe_sets`
+    says of them. A row replaces an older one that differs in its value and the code alone."""
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
@@ -555,8 +556,8 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     results["checkpoints"][checkpoint.fingerprint] = training
 
     for row in rows:
-        new = made_by(args, checkpoint, described) | {"code": CODE_CHECKSUM} | row
-        others = [old for old in results["rows"] if key_of(old) != key_of(new)]
+        new = provenance(args, checkpoint, images) | {"code": CODE_CHECKSUM} | row
+        others = [old for old in results["rows"] if row_key(old) != row_key(new)]
         results["rows"] = [*others, new]
 
     unfinished = path.with_suffix(".tmp")
@@ -614,28 +615,28 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
         choices = [all_classes]
         if len(own_classes) < len(all_classes):
             choices.append(own_classes)
-        for among in choices:
-            values = scores(head, train, test, among, encoder.dim)
+        for candidates in choices:
+            values = scores(head, train, test, candidates, encoder.dim)
             # Linear heads read the blocks before the last one, too.
-            rows += make_rows(values, name, len(among), encoder.depth)
+            rows += make_rows(values, name, len(candidates), encoder.depth)
     return rows, saved_head
 
 
-def scores(head: nn.Sequential | None, train: Features, test: Features, among: Tensor,
+def scores(head: nn.Sequential | None, train: Features, test: Features, candidates: Tensor,
            dim: int) -> dict[str, float]:
-    """Percent of a set that a head, if there is one, and 20-NN get right among some
-    of the classes."""
+    """Percent of a set that a head, if there is one, and 20-NN get right among the
+    classes `candidates`."""
     x, y = test
     values = {}
     if head is not None:
         kind = "linear" if len(head) == 1 else "mlp"
-        top1, top5 = accuracy(head(x), y, among)
+        top1, top5 = accuracy(head(x), y, candidates)
         values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
     # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
     last = slice(-dim, None)
-    # Choice: neighbours are of the classes `among` alone.
-    chosen = torch.isin(train.y, among)
+    # Choice: neighbours are of these classes alone.
+    chosen = torch.isin(train.y, candidates)
     values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
     return values
 
@@ -686,7 +687,7 @@ def evaluate(args: Namespace) -> list[dict]:
     checkpoints["trained"] = checkpoint
 
     _, rank = ser.ranks_and_rank()
-    described = describe({"train": sets.train_centre, **sets.tests})
+    images = describe_sets({"train": sets.train_centre, **sets.tests})
     rows = []
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
@@ -700,9 +701,9 @@ def evaluate(args: Namespace) -> list[dict]:
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
         if rank == 0:
-            add_rows(path, own_rows, args, measured, described)
+            add_rows(path, own_rows, args, measured, images)
             if saved_head and name == "trained":
-                origin = made_by(args, measured, described)
+                origin = provenance(args, measured, images)
                 key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
                 ser.save(path.with_name(f"head-{key}.pt"), **saved_head, **origin)
 

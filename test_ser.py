@@ -840,7 +840,7 @@ def test_the_defaults_are_the_papers():
     assert eval_linear.eval_transform(32).transforms[0].size == [37]
     assert (full.epochs, full.batch_size, eval_linear.parse([]).batch_size) == (50, 1024, 64)
     assert full.checkpoint == ser.parse([]).out + "/last.pt"
-    assert eval_linear.precision(torch.empty(0)).fast_dtype == torch.bfloat16
+    assert eval_linear.autocast(torch.empty(0)).fast_dtype == torch.bfloat16
 
 
 def test_small_settings_are_for_synthetic_images():

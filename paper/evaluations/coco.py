@@ -78,7 +78,7 @@ class Pyramid(nn.Module):
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
         # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
-        with eval_linear.precision(images):
+        with eval_linear.autocast(images):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
             # training, tokens attend to the padding between an image and the batch's largest.
             x = eval_linear.map_after(self.encoder, self.encoder.depth, images)
@@ -250,7 +250,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     depth = checkpoint.encoder.depth
     rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
-    images = eval_linear.describe({"train2017": train_set, "val2017": val})
+    images = eval_linear.describe_sets({"train2017": train_set, "val2017": val})
     images += f", boxes {boxes[0]:08x} {boxes[1]:08x}"
     eval_linear.add_rows(path, rows, args, checkpoint, images)
     for name, values in {"here": results.values(), **PAPER}.items():

@@ -61,7 +61,7 @@ class Classifier(nn.Module):
         self.head = eval_linear.make_head(encoder.dim, classes)[0]
 
     def forward(self, images: Tensor) -> Tensor:
-        with eval_linear.precision(images):
+        with eval_linear.autocast(images):
             x = ser.normalise(images / 255)
             cls = self.encoder(x).cls
         return self.head(cls.float())     # in bfloat16, classes would tie
@@ -155,7 +155,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
     rows = eval_linear.make_rows(values, "val", classes, encoder.depth)
-    images = eval_linear.describe({"train": data, **sets.tests})
+    images = eval_linear.describe_sets({"train": data, **sets.tests})
     eval_linear.add_rows(path, rows, args, checkpoint, images)
     print(f"{classes} classes (the paper's rows: 1000 classes)")
     for method, row in {"here": (top1, top5), **PAPER}.items():

@@ -94,7 +94,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     values = {f"{name} matching %": matched(f1, images, warp, size, encoder.patch_size, name)
               for name, warp in WARPS.items()}
     rows = eval_linear.make_rows(values, "val", None, layer)
-    eval_linear.add_rows(path, rows, args, checkpoint, eval_linear.describe({"val": folder}))
+    eval_linear.add_rows(path, rows, args, checkpoint, eval_linear.describe_sets({"val": folder}))
     for measure, value in values.items():
         print(f"{measure:32}{value:6.1f}")
     print(f"after block {layer}; results are in {path}")

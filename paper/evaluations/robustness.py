@@ -198,7 +198,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         scores, data = score(encoder, head, folder, change, args)
 
         results[name] = scores
-        images = eval_linear.describe({args.kind: data})
+        images = eval_linear.describe_sets({args.kind: data})
         sets_of.setdefault(images, []).append(name)
         values = dict(zip(("linear top-1 %", "linear top-5 %"), scores))
         title = f"{args.kind}/{name}"

@@ -99,7 +99,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     sets = eval_linear.load_sets(args, run.image_size)
     train = eval_linear.spread(sets.train_centre, args.images)
     test = eval_linear.spread(sets.tests["val"], args.images // 2)
-    images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
+    images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
     lines = {task: [f"{task}, % after blocks {layers}, chance {100 / len(versions):g}"]
              for task, versions in TASKS.items()}

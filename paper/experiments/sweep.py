@@ -127,7 +127,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
     data = ["--data", args.data, "--workers", str(args.workers)]
     if not args.print:
         sets = eval_linear.load_sets(eval_linear.parse(data), size=1)     # of any size
-        images = eval_linear.describe({"train": sets.train_centre, **sets.tests})
+        images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
     rows = []
     for seed, run in product(args.seeds, args.runs):

@@ -94,7 +94,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         others = [row | {"seed": 5, column: "others"} for row in rows]
         (out / "others.json").write_text(json.dumps(others))
         assert f"{column}: " in sentence(imagenette.main, imagenette.settings(twice))
-    for changes, told in (({"own": "ser.py --weight 0.3"}, "weight 0.3"), ({"epochs": 2}, "epochs")):
+    changed = {"weight 0.3": {"own": "ser.py --weight 0.3"}, "epochs": {"epochs": 2}}
+    for told, changes in changed.items():
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(imagenette.main, imagenette.settings(twice))
     rows += [row | {"seed": 5, "code": ["other"]} for row in rows]
