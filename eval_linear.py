@@ -56,7 +56,8 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Rows hold this checksum. That of the code that trained is in the checkpoint's settings.
+# Rows hold this checksum, which does not see the scripts in paper/. That of the code that
+# trained is in the checkpoint's settings.
 CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
@@ -238,10 +239,14 @@ class Seeded(Dataset):
 
 
 # ==== 3. Features of the frozen encoder ===============================================
+def has_bf16() -> bool:
+    """Whether there is a GPU that has bfloat16."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def autocast(x: Tensor) -> torch.autocast:
     """The precision of matrix products. Choice: bfloat16 on GPUs that have it, else float32."""
-    bf16 = x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.autocast(x.device.type, torch.bfloat16, bf16)
+    return torch.autocast(x.device.type, torch.bfloat16, x.is_cuda and has_bf16())
 
 
 def feature_blocks(encoder: ViT) -> range:

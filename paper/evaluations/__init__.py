@@ -17,8 +17,9 @@ ENCODERS = {"MoCo-v3": "MoCo-v3", "control": "control", "SER": "SER",
             "rotated crops": "turned", "SER on rotated crops": "turned-SER"}
 
 
-def arguments(data: str, several: bool = False) -> ArgumentParser:
-    """The flags of the evaluations. data: the help of --data; several: checkpoints."""
+def arguments(data: str, several: bool = False, samples: bool = True) -> ArgumentParser:
+    """The flags of the evaluations. data: the help of --data; several: whether it takes more than
+    one checkpoint; samples: whether a seed changes something."""
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--data", required=True, help=data)
@@ -28,7 +29,8 @@ def arguments(data: str, several: bool = False) -> ArgumentParser:
     else:
         add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--out", default="", help="folder of the results; none: that of the first checkpoint")
-    add("--seed", type=int, default=0, help="seed of all that is sampled")
+    if samples:
+        add("--seed", type=int, default=0, help="seed of all that is sampled")
     add("--workers", type=int, default=8, help="loader processes of a rank")
     return parser
 
@@ -82,7 +84,8 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                  f"at most the {len(images)} images")
 
     own = vars(args) | {"checkpoint": checkpoint.fingerprint, "ranks": ranks, "images": len(images),
-                        "checksum_of_names": ser.checksum(sorted(images))}
+                        "checksum_of_names": ser.checksum(sorted(images)),
+                        "bf16": eval_linear.has_bf16()}
     harmless = ("data", "out", "workers", "save_every")
     named = {f"{name}_{key}": value for key, value in own.items() if key not in harmless}
     return checkpoint.settings | named | {"data": args.data, "code": ser.code_checksum()}

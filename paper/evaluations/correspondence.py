@@ -24,7 +24,7 @@ from paper.evaluations import arguments, load_several, main, save_picture
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder of CLASS/..., as val, or a photograph", several=True)
+    parser = arguments("folder of CLASS/..., as val, or a photograph", several=True, samples=False)
     parser.add_argument("--layer", type=ser.count,
                         help="block whose tokens are compared; none: that of L_equiv")
     return parser.parse_args(argv)

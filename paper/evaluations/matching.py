@@ -29,12 +29,10 @@ WARPS = {
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder of CLASS/..., as val")
+    parser = arguments("folder of CLASS/..., as val", samples=False)     # one warp for all
     parser.add_argument("--layer", type=ser.count, help="block of the tokens; none: the last")
     args = parser.parse_args(argv)
     check_classes(args.data)
-    if args.seed != 0:
-        parser.error("--seed: all encoders are shown the same warps")
     return args
 
 

@@ -52,7 +52,8 @@ PAPER = {"C": """
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
-    parser = arguments("folder of ImageNet-C or ImageNet-P; for turned images, of val's classes")
+    parser = arguments("folder of ImageNet-C or ImageNet-P; for turned images, of val's classes",
+                       samples=False)
     add = parser.add_argument
     add("--kind", required=True, choices=list(SETS), help="what the images are")
     add("--head", default="", help="of eval_linear.py; none: the one beside the checkpoint")
@@ -173,10 +174,11 @@ def table(kind: str, results: dict, classes: int) -> str:
 
     there = ~values[:, 0].isnan()
     mean = values[there].mean(0)
+    titled = f"mean of {there.sum()}"     # with fewer than all, of the paper's columns as well
 
     lines = [f"{kind}: percent among {classes} classes (the paper's: 1000 classes, top-1, top-5)",
              " " * 18 + "".join(f"{title:>9}" for title in titles)]
-    for name, row in zip([*names, "mean"], [*values, mean]):
+    for name, row in zip([*names, titled], [*values, mean]):
         lines.append(f"{name:18}" + "".join(f"{value:9.2f}" for value in row))
     return "\n".join(lines)
 
@@ -211,7 +213,10 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         print(table(args.kind, results, len(head.classes)))
         if len(sets_of) > 1:
             print(f"Sets have other images. Were all unpacked? They are: {sets_of}")
-        print(f"scored by {head.path}; results are in {path}")
+        probe = head.made["settings"]
+        learned = "one centre crop" if probe["cache"] else "random crops"
+        print(f"scored by {head.path}, of {probe['epochs']} epochs on {learned}; results are in "
+              f"{path}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's d
 images are cropped already (--ready), for MoCo-v3 and MoCo-v3 + SER. It sees "clearer qualitative
 separation for several classes", without a number. Another --seed has other classes.
 """
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -31,6 +32,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def sample_classes(labels: Tensor, classes: int, seed: int) -> Tensor:
     """Whether each image is of one of so many random classes, (n,)."""
     present = labels.unique()
+    if len(present) < classes:
+        sys.exit(f"--classes {classes}: there are {len(present)} in --data")
     order = torch.randperm(len(present), generator=ser.rng("t-SNE", seed))
     return torch.isin(labels, present[order[:classes]])
 

@@ -66,12 +66,17 @@ def draw(rows: list[dict]) -> Any:
 
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
+    # Rows of rotated images are by robustness.py, and may not be there.
+    panels = [panel for panel in panels
+              if all(sweep.select(rows, run, *panel[:2]) for run in runs)]
+
     titles = [TITLES.get(run, run) for run in runs]
     places = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
     colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
     figure = Figure(figsize=(9.6, 2.4), layout="constrained")
-    for axes, (measure, block, title) in zip(figure.subplots(1, 4, sharey=True), panels):
+    columns = figure.subplots(1, len(panels), sharey=True)
+    for axes, (measure, block, title) in zip(columns, panels):
         factor = 100 if measure == found else 1
         values = []
         for run in runs:
@@ -86,7 +91,7 @@ def draw(rows: list[dict]) -> Any:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    axes.set_yticks(places, titles)     # of all four, which share the axis
+    axes.set_yticks(places, titles)     # of all, which share the axis
     axes.invert_yaxis()
     return figure
 
@@ -95,14 +100,13 @@ def show(args: Namespace) -> None:
     """Print the tables of files of rows, for the arm of these settings, and draw them."""
     rows = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
-        found = json.loads(Path(path).read_text())
+        found = [row for row in json.loads(Path(path).read_text())
+                 if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
         in_arm = [row for row in found if args.arm.items() <= row.items()]
-        if not in_arm:
+        if found and not in_arm:
             arms = {str({name: row[name] for name in args.arm}) for row in found}
             sys.exit(f"{path} has rows of {', '.join(sorted(arms))}: give flags for one of these")
         rows += in_arm
-    rows = [row for row in rows
-            if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):

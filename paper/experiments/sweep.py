@@ -37,6 +37,9 @@ class Run(NamedTuple):
 
 # A run without b2, which the flags of b2 do not concern.
 PLAIN = "--ratio 0 --cls-layer 0"
+# Weights and temperatures are of other losses here than in SER.
+EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"
+AUGSELF = f"--weight 0.5 {PLAIN}"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
 # Choice: in the runs `layer-N` [CLS] enters after L_equiv's block. After block 12 no block is left,
 # so there it enters at the input. With all layers it enters after block 3.
@@ -62,10 +65,10 @@ LISTS = {
         Run("lambda-5", "--weight 5", 68.73),
         Run("lambda-10", "--weight 10", 68.67)],
     "decoupling": [
-        Run("equimod-12", f"--layer 12 {PLAIN}", 68.95, "-m paper.methods.equimod"),
-        Run("equimod-3", f"--layer 3 {PLAIN}", 69.51, "-m paper.methods.equimod"),
-        Run("augself-12", f"--layer 12 {PLAIN}", 67.55, "-m paper.methods.augself"),
-        Run("augself-3", f"--layer 3 {PLAIN}", 68.23, "-m paper.methods.augself")]}
+        Run("equimod-12", f"--layer 12 {EQUIMOD}", 68.95, "-m paper.methods.equimod"),
+        Run("equimod-3", f"--layer 3 {EQUIMOD}", 69.51, "-m paper.methods.equimod"),
+        Run("augself-12", f"--layer 12 {AUGSELF}", 67.55, "-m paper.methods.augself"),
+        Run("augself-3", f"--layer 3 {AUGSELF}", 68.23, "-m paper.methods.augself")]}
 
 
 def check(args: Namespace, given: list[str]) -> None:
@@ -154,6 +157,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
                         "read by heads": len(eval_linear.feature_blocks(trained))}
             made_by["own"] = f"{run.script} {run.flags}"
             made_by["code"] = sorted({row.get("code", "older") for row in found})
+            made_by["trained by"] = f"{run.script} {trained.code}"
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -166,6 +170,9 @@ def check_alike(rows: list[dict]) -> None:
     if len({code for row in rows for code in row.get("code", [])}) > 1:
         print("several versions of the code measured these rows; delete the eval.json of a run to "
               "measure it anew")
+    trained_by = {row["trained by"] for row in rows if "trained by" in row}
+    if len(trained_by) > len({name.rpartition(" ")[0] for name in trained_by}):     # scripts
+        print("several versions of the code trained these runs")
     for name in ("flags", "images", "ranks", "bf16"):
         found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:

@@ -65,7 +65,8 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
 
     invariance = (1 - c.diagonal()).square().sum()
     redundancy = c.square().sum() - c.diagonal().square().sum()
-    # Choice: divided by K, as lambda was chosen for an L_inv of the order of 1, MoCo-v3's.
+    # Choice, unlike 3.3, whose L_inv is exactly the baseline's: divided by K, as lambda was chosen
+    # for an L_inv of the order of 1, MoCo-v3's. So lambda is K times that of the whole Eq. 1.
     return (invariance + w * redundancy) / len(c)
 
 

@@ -51,7 +51,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--first-teacher-temp", type=positive, default=0.04, help="tau_t at first (release)")
     add("--teacher-temp", type=positive, default=0.07, help="tau_t after its rise (release)")
     add("--teacher-temp-epochs", type=positive, default=10.0, help="of the rise (release)")
-    add("--momentum", type=share, default=0.982, help="of the teacher, at first (release)")
+    add("--momentum", type=share, default=0.982, help="of the teacher, at first; .982 is the "
+        "release's for 2048 images, so take .9977, its eighth root, for 256")
     add("--freeze-epochs", type=nonnegative, default=1.0, help="of the last layer (DINO)")
     small = dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0,
                  out="runs/dino-small")

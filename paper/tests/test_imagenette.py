@@ -75,6 +75,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     out = tmp_path / "runs"
     flags = "--seeds 4 --names SER --bf16 --workers 0"
     argv = f"--data {tmp_path}/D --out {out} {flags}".split()
+    (out / "SER-9").mkdir(parents=True)     # of other settings, and not asked for
+    (out / "SER-9/rows.json").write_text('[{"run": "SER", "seed": 9, "epochs": 2, "ratio": 0.25}]')
     imagenette.main(imagenette.settings(argv))
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
@@ -98,10 +100,12 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     for told, changes in changed.items():
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(imagenette.main, imagenette.settings(twice))
-    rows += [row | {"seed": 5, "code": ["other"]} for row in rows]
+    changes = {"seed": 5, "code": ["other"], "trained by": "ser.py other"}
+    rows += [row | changes for row in rows]
     (out / "others.json").write_text(json.dumps(rows))
     imagenette.main(imagenette.settings(["--show", twice[1], *twice[3:]]))
-    assert "several versions of the code" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the code measured" in told and "the code trained" in told
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
@@ -199,6 +203,9 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
         assert [bar.get_width() for bar in axes.patches] == pytest.approx(wanted, abs=0.06)
     names = [label.get_text() for label in panels[0].get_yticklabels()]
     assert names == [imagenette.TITLES.get(run, run) for run in runs]
+    upright = [row for row in json.loads(ser.Path(rows).read_text())
+               if "turned" not in row["measure"]]
+    assert len(imagenette.draw(upright).axes) == 3
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():

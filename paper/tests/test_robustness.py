@@ -29,7 +29,7 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
     assert found["fog"] == ["47.00", "90.00", "35.02", "36.04", "58.64", "60.49"]
     assert found["snow"] == ["47.00", "90.00", "30.61", "30.71", "52.52", "53.23"]
     assert (found["motion_blur"][2], found["zoom_blur"][2]) == ("31.49", "25.86")
-    assert found["mean"][:3] == ["40.21", "90.00", "39.49"]
+    assert found["mean"][:5] == ["of", "14", "40.21", "90.00", "39.49"]
 
 
 def test_images_are_scored_as_those_of_val(tmp_path, capsys):
@@ -59,7 +59,9 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     assert found("turned/270") == found("C/frost/1") != probe
 
     pattern = r"images \w+': (.*?), '(C: 7 images \w+)': (.*?)}"
-    whole, images, part = re.search(pattern, capsys.readouterr().out).groups()
+    told = capsys.readouterr().out
+    assert told.count("of 20 epochs on one centre crop") == 2
+    whole, images, part = re.search(pattern, told).groups()
     assert (whole, part) == ("['snow/1', 'frost/1']", "['contrast/3']")     # the last is in part
     assert values(tmp_path / "robustness.json", images=images) == found("C/contrast/3")
 

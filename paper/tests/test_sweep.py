@@ -122,6 +122,7 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
     (sweep, "--list decoupling --depth 6", "--layer 12"),
+    (sweep, "--list decoupling --temperature 0.3", "--temperature: the run equimod"),
     (imagenette, "--see 2", "--see: the run MoCo-v3")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))

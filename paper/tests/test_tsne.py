@@ -35,6 +35,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     classes, colours = labels[sample].unique(return_inverse=True)
     assert (len(classes), sample.sum()) == (4, 48)
     assert not sample.equal(tsne.sample_classes(labels, 4, 0))
+    assert "--classes 99" in sentence(tsne.sample_classes, labels, 99, 0)
     (figure, said), = figures
     for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
         assert eval_linear.fingerprint(ser.load_encoder(run)) in said["metadata"]["Description"]
