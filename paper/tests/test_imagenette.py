@@ -180,8 +180,8 @@ def test_readmes_accuracies_of_a_hundred_epochs_are_those_of_all_trainings(tmp_p
 
 def test_readmes_first_table_is_of_a_hundred_epochs(tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, "--epochs", "100")
-    lines = ["rot90 retrieval with jitter %, block 2", "linear top-1 %, block 6",
-             "turned linear top-1 %, block 6"]
+    lines = ["rot90 retrieval with jitter %, block 2", "rot90 retrieval with jitter %, block 6",
+             "linear top-1 %, block 6", "turned linear top-1 %, block 6"]
     cells = readme_table("README.md", "| | patches found").values()
     for run, row in zip(("MoCo-v3", "control", "SER-0.1", "SER", "turned"), cells, strict=True):
         assert row == [str(numbers(printed[line][run])[0]) for line in lines]
