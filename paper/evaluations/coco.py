@@ -247,11 +247,13 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     model = detector(checkpoint.encoder, classes, args).to(device)
     train(model.train(), train_set, args, run, path.with_suffix(".pt"))
     results = precision(model.eval(), val, device, args)
-    if ser.ranks_and_rank()[1] > 0:
+    ranks, rank = ser.ranks_and_rank()
+    if rank > 0:
         return
 
     depth = checkpoint.encoder.depth
     rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
+    rows = [row | {"ranks": ranks} for row in rows]     # with which random numbers differ
     images = eval_linear.describe_sets({"train2017": train_set, "val2017": val})
     images += f", boxes {boxes[0]:08x} {boxes[1]:08x}"
     eval_linear.add_rows(path, rows, args, checkpoint, images)

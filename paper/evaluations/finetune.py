@@ -150,11 +150,13 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     features, labels = eval_linear.extract(encoder.eval(), sets.tests["val"], args)
     logits = model.head(features[:, -encoder.dim:])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(classes, device=device))
-    if ser.ranks_and_rank()[1] > 0:
+    ranks, rank = ser.ranks_and_rank()
+    if rank > 0:
         return
 
     values = {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
     rows = eval_linear.make_rows(values, "val", classes, encoder.depth)
+    rows = [row | {"ranks": ranks} for row in rows]     # with which random numbers differ
     images = eval_linear.describe_sets({"train": data, **sets.tests})
     eval_linear.add_rows(path, rows, args, checkpoint, images)
     print(f"{classes} classes (the paper's rows: 1000 classes)")

@@ -10,6 +10,8 @@ is ours, and turns the images of val. C and P are altered images of val (Zenodo 
 
     C    CORRUPTION/SEVERITY/CLASS/*.JPEG    15 corruptions x 5 severities
     P    PERTURBATION/CLASS/*.mp4            ten can be downloaded; the paper has four more
+
+Results are written after each set. A stopped command scores all sets again.
 """
 import sys
 from argparse import Namespace
