@@ -215,10 +215,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         print(table(args.kind, results, len(head.classes)))
         if len(sets_of) > 1:
             print(f"Sets have other images. Were all unpacked? They are: {sets_of}")
-        probe = head.made["settings"]
-        learned = "one centre crop" if probe["cache"] else "random crops"
-        print(f"scored by {head.path}, of {probe['epochs']} epochs on {learned}; results are in "
-              f"{path}")
+        print(f"scored by {head.path}; results are in {path}")
 
 
 if __name__ == "__main__":

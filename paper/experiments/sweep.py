@@ -157,7 +157,6 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
                         "read by heads": len(eval_linear.feature_blocks(trained))}
             made_by["own"] = f"{run.script} {run.flags}"
             made_by["code"] = sorted({row.get("code", "older") for row in found})
-            made_by["trained by"] = f"{run.script} {trained.code}"
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -170,9 +169,6 @@ def check_alike(rows: list[dict]) -> None:
     if len({code for row in rows for code in row.get("code", [])}) > 1:
         print("several versions of the code measured these rows; delete the eval.json of a run to "
               "measure it anew")
-    trained_by = {row["trained by"] for row in rows if "trained by" in row}
-    if len(trained_by) > len({name.rpartition(" ")[0] for name in trained_by}):     # scripts
-        print("several versions of the code trained these runs")
     for name in ("flags", "images", "ranks", "bf16"):
         found = {str(row[name]) for row in rows if name in row}
         if len(found) > 1:

@@ -32,8 +32,7 @@ def toy_head(checkpoint, name="head-toy.pt"):
     path = Path(checkpoint).with_name(name)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
-             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0], "cache": True, "epochs": 9},
-             images="train: 9 images")
+             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
     return str(path)
 
 
