@@ -166,7 +166,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         if not os.path.isdir(root):
             sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.train_classes = classes
+        self.train_classes = classes     # for `find_classes`, which ImageFolder calls
         super().__init__(str(root), transform, loader=ser.read_image, is_valid_file=self.is_image)
 
     def is_image(self, path: str) -> bool:
@@ -431,8 +431,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
         should be a multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. With
-        few tokens, some scalings change no size, so that values are too high. For 512
-        images, these are 8 of 16 with 4 x 4 tokens, 1 with 8 x 8, and none with 14 x 14.
+        few tokens, some scalings change no size, so that values are too high. Of the 16
+        scalings for 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8, and none with
+        14 x 14.
     change: is applied to the images before f1, and to the moved ones anew, for instance a random
         colour jitter. Without it, even the mean colour of a patch would find almost every
         turned token."""

@@ -33,7 +33,8 @@ Comments have three tags:
     Paper:              the paper prescribes this, which may surprise
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
-no gradient (see README.md), but the code decides much that the paper leaves open.
+no gradient (see README.md), but the code decides much that the paper leaves open. Paths such
+as paper/methods are folders beside this file, with other methods and experiments.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -82,8 +83,7 @@ SCALE_ASPECT = (3 / 4, 4 / 3)              # its columns / rows
 
 class Geometry(NamedTuple):
     """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is
-    not kept as a factor, but as the size of its result, to which `rho` resizes a map of any
-    size. `relative` relies on this: of two motions in a row, the second alone says the size."""
+    kept as the size of its result, to which `rho` resizes a map of any size."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -152,8 +152,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Without `contiguous`, results would have the memory layout of the turned map, and
-    # later sums would round differently.
+    # Without `contiguous`, all results would have the memory layout of a turned map, so that
+    # sums over an image that did not turn would round otherwise than without `rho`.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -625,9 +625,6 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
-# `patch_ntxent` compares projected tokens. `equiv_of_maps` begins with the maps of two views,
-# moves the first, and projects both. `SER.equiv_of_views`, in section 6, calls it for each
-# layer. For trainings that are not ours, `equivariance_loss` begins with the images.
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
@@ -672,9 +669,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine over the temperature. Paper: 3.3, negatives are the tokens, of both
-    views, of *other* images alone. But Algorithm 1 has "other images/tokens", and A.4 "other
-    images and spatial locations", which may mean tokens of the same image, too.
+    where s is the cosine over the temperature. So the negatives are tokens of other images.
 
     z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2). In the
     paper, z and z' are also the names of the maps before the projection.
@@ -696,8 +691,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positives = (z * z_prime).sum(-1) / temperature                    # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # Tokens of the anchor's own image are left out. Image i of this rank is number
-        # rank * B + i among the keys.
+        # Choice: negatives are tokens of *other* images alone, as in 3.3. Algorithm 1 has "other
+        # images/tokens", and A.4 "other images and spatial locations", which may mean tokens of
+        # the same image, too. Image i of this rank is number rank * B + i among the keys.
         _, rank = ranks_and_rank()
         anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)       # (B,)
         key_image = torch.arange(len(keys), device=z.device)                       # (R B,)
@@ -813,6 +809,15 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ======================================
+# The lines of Algorithm 1, and the functions that do them:
+#
+#     split the batch into b1 and b2            batch_items, of section 2
+#     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
+#     the embeddings, and f1's maps of b2       encode_view, of section 3
+#     L_inv                                     the base method, such as MoCoV3 of section 5
+#     g = g2 g1^-1                              relative, of section 1
+#     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
+#     L_inv + lambda L_equiv                    SER.forward, below
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -1058,7 +1063,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}")
     if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code, or from another script, and goes on; to train "
+        print(f"{path} was trained by other code, or from another script, and is kept; to train "
               "anew, give a new --out")
 
     model.load_state_dict(state["model"])
@@ -1075,7 +1080,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
-    # Images and steps.
+    code = code_checksum()     # first, as files may be edited while images are listed
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
@@ -1095,7 +1100,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
-        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code_checksum())
+        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code)
     path = Path(args.out, "last.pt")
     start = resume(path, vars(settings), model, optimizer) if path.exists() else 0
 

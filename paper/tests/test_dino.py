@@ -1,10 +1,10 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ser
 from paper.methods import dino
 from paper.tests.test_methods import check_gradients, layers, settings, toy, toy_on_views
-from paper.tests.toys import check_stochastic_depth
 from test_ser import close, noise, trained
 
 
@@ -66,6 +66,20 @@ def test_the_teacher_begins_as_the_student_and_follows_it(progress, momentum, ta
     small = dino.settings([])
     assert small.teacher_temp_epochs < small.epochs
     close(teacher.state_dict(), wanted)
+
+
+def check_stochastic_depth(encoder, shares):
+    """In training, both branches of a block leave out a share of the images, and keep the mean."""
+    torch.manual_seed(0)
+    for block, share in zip(encoder.blocks, shares):
+        for layer in (block.attn.proj, block.mlp.fc2):
+            x = noise(2000, 2, layer.in_features)
+            branch = F.linear(x, layer.weight, layer.bias)
+            found = layer(x)
+            left_out = found.eq(0).all(2).all(1)
+            assert left_out.float().mean() == pytest.approx(share, abs=0.03)
+            close(found[~left_out], branch[~left_out] / (1 - share))
+            close(layer.eval()(x), branch)
 
 
 def test_the_student_alone_has_stochastic_depth():

@@ -8,8 +8,7 @@ from torch.utils.data import TensorDataset
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.tests.toys import (
-    call, check_stochastic_depth, class_folders, stopped_after_3, toy_checkpoint, values)
+from paper.tests.toys import call, class_folders, stopped_after_3, toy_checkpoint, values
 from test_ser import close, pixels, run_ranks, same, sentence
 
 QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0"
@@ -30,10 +29,6 @@ def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):
     autocast = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda *_: autocast("cpu", torch.bfloat16))
     assert model_of(tmp_path)(pixels(2, 3, 16, 16)).dtype == torch.float32
-
-
-def test_branches_are_skipped_more_often_in_later_blocks(tmp_path):
-    check_stochastic_depth(model_of(tmp_path, 0.5).encoder, [0.0, 0.25, 0.5])
 
 
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):

@@ -52,8 +52,11 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     torch.testing.assert_close(encoder(images).cls, model.vit(images))
 
 
-def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkeypatch):
+def test_a_killed_training_goes_on_and_one_without_motion_is_another(tmp_path, monkeypatch):
     class_folders(tmp_path / "train")
+    seen = []     # epoch and weight decay of each step
+    monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
+        (epoch, adamw.param_groups[0]["weight_decay"])))
     _, whole = train(tmp_path, 0.1, "--out", f"{tmp_path}/whole")
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))
@@ -61,19 +64,11 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(tmp_path, monkey
     assert torch.load(tmp_path / "out-0.1/training.pt")["step"] == 1
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    _, still = train(tmp_path, 0.1, "--group", "--out", f"{tmp_path}/still")
+    assert not torch.equal(whole.project[1].weight, still.project[1].weight)
+    assert seen == 3 * [(0, 0.1), (0.5, 0.1), (1, 0.1), (1.5, 0.1)]
     next(tmp_path.glob("train/*/*")).unlink()
     assert "names_checksum" in sentence(train, tmp_path, 0.1)
-
-
-def test_without_motion_the_loss_is_another_one(tmp_path, monkeypatch):
-    class_folders(tmp_path / "train")
-    seen = []
-    monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
-        (epoch, adamw.param_groups[0]["weight_decay"])))
-    _, moved = train(tmp_path, 0.1)
-    _, still = train(tmp_path, 0.1, "--group", "--out", f"{tmp_path}/still")
-    assert not torch.equal(moved.project[1].weight, still.project[1].weight)
-    assert seen == 2 * [(0, 0.1), (0.5, 0.1), (1, 0.1), (1.5, 0.1)]
 
 
 def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():

@@ -90,14 +90,6 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
         found = sweep.own_rows(line.split(), f"{out}/SER-{seed}", theirs[-1]["images"])
         assert bool(found) == counts
 
-    # Nor does one of the images that were there before.
-    image = next(tmp_path.glob("val/*/*"))
-    image.rename(image.with_stem("another"))
-    called = []
-    monkeypatch.setattr(sweep, "call", lambda words, args: called.append(words[0]))
-    sweep.main(sweep.settings(argv))
-    assert called.count("eval_linear.py") == 4
-
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     read = eval_linear.read_results
@@ -121,8 +113,6 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
-    (sweep, "--list decoupling --depth 6", "--layer 12"),
-    (sweep, "--list decoupling --temperature 0.3", "--temperature: the run equimod"),
     (imagenette, "--see 2", "--see: the run MoCo-v3")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper.experiments import imagenette
-from test_ser import TOY, close, noise, pixels, write_checkpoint, write_image
+from test_ser import TOY, noise, pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
 # A training of a moment, on 16 images or so, as words of a command line.
@@ -92,17 +92,3 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     for number, image in enumerate(F.interpolate(colours, (size, size))):
         write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
     return str(root)
-
-
-def check_stochastic_depth(encoder, shares):
-    """In training, both branches of a block leave out a share of the images, and keep the mean."""
-    torch.manual_seed(0)
-    for block, share in zip(encoder.blocks, shares):
-        for layer in (block.attn.proj, block.mlp.fc2):
-            x = noise(2000, 2, layer.in_features)
-            branch = F.linear(x, layer.weight, layer.bias)
-            found = layer(x)
-            left_out = found.eq(0).all(2).all(1)
-            assert left_out.float().mean() == pytest.approx(share, abs=0.03)
-            close(found[~left_out], branch[~left_out] / (1 - share))
-            close(layer.eval()(x), branch)
