@@ -124,7 +124,7 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"-?\d*\.\d+", cell)]
 
 
-@pytest.mark.parametrize("header, columns, flags", [
+TABLES = [     # of paper/README: header, the runs of its columns, and flags that print its rows
     ("| 10 epochs |", "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", ""),
     ("| 100 epochs |",
      "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "--epochs 100"),
@@ -133,7 +133,10 @@ def numbers(cell):
     ("| matching, 100", "MoCo-v3; turned; turned-SER; control; SER", f"{MATCHING} 100"),
     ("| 200 classes, 16",
      "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
-    ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)])
+    ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)]
+
+
+@pytest.mark.parametrize("header, columns, flags", TABLES)
 def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, capsys):
     printed, _ = tables(tmp_path, capsys, *flags.split())
     for title, cells in readme_table("paper/README.md", header).items():
@@ -143,46 +146,33 @@ def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, ca
             assert numbers(cell) == pytest.approx(wanted), (title, run)
 
 
-@pytest.mark.parametrize("title, flags", [
-    ("10 epochs](", ""), ("ViT-S/16", VIT_S), ("Tiny ImageNet", TINY)])
-def test_readmes_accuracies_are_what_is_printed_of_each_setting(title, flags, tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, *flags.split())
-    linear, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
-    table = readme_table("paper/README.md", "| linear accuracy, % |")
-    cells, = [cells for setting, cells in table.items() if title in setting]
-    for run, cell in zip(("MoCo-v3", "control", "SER-0.1", "SER"), cells, strict=True):
-        assert numbers(cell) == numbers(linear.get(run, ""))[:1 + ("±" in cell)], run
+def test_the_index_repeats_its_tables():
+    linear = {}     # header of a table -> run -> cell
+    for header, columns, _ in TABLES:
+        cells = readme_table("paper/README.md", header).get("linear, top-1 %", [])
+        linear[header] = dict(zip(columns.split("; "), cells))
+
+    float32, *others, _ = readme_table("paper/README.md", "| linear accuracy, % |").values()
+    moco, control, ser_half = readme_table("paper/README.md", "| in float32")["linear, top-1 %"]
+    assert float32 == [moco, control, "-", ser_half]
+    headers = ("| 100 epochs |", "| 10 epochs |", "| ViT-S/16, 60", "| 200 classes, 16")
+    for header, cells in zip(headers, others, strict=True):
+        runs = linear[header]
+        assert cells == [runs.get(run, "-") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
 
 
-def test_readmes_accuracies_of_a_hundred_epochs_are_those_of_all_trainings(tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, "--epochs", "100")
-    shown, = [runs for title, runs in printed.items() if title.startswith("linear top-1 %")]
-    first = {run: str(numbers(cell)[0]) for run, cell in shown.items()}
-    table = readme_table("paper/README.md", "| in float32")
-    moco, control, ser_half = table["linear, top-1 %"]
-
-    table = readme_table("paper/README.md", "| linear accuracy, % |")
-    float32, bfloat16 = [cells for setting, cells in table.items() if "a-hundred" in setting]
-    assert float32 == [moco, control, "-", ser_half] and ser_half == first["SER"]
-    assert bfloat16 == [first["MoCo-v3"], first["control"], first["SER-0.1"], "-"]
-
-
-def test_readmes_first_table_is_of_a_hundred_epochs(tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, "--epochs", "100")
-    lines = ["rot90 retrieval with jitter %, block 2", "rot90 retrieval with jitter %, block 6",
-             "linear top-1 %, block 6", "turned linear top-1 %, block 6"]
-    cells = readme_table("README.md", "| | patches found").values()
-    for run, row in zip(("MoCo-v3", "control", "SER-0.1", "SER", "turned"), cells, strict=True):
-        assert row == [str(numbers(printed[line][run])[0]) for line in lines]
-
-
-def test_readmes_matches_are_those_of_the_index():
-    index = readme_table("paper/README.md", "| matching, 100")
-    moco, turned, turned_ser, control, ser_half = zip(*[
-        index[f"matching %, {motion}, block 2"]
-        for motion in ("15 degrees", "30 degrees", "45 degrees", "shear", "perspective")])
-    cells = readme_table("README.md", "| right matches, % |").values()
-    assert [tuple(row) for row in cells] == [moco, control, ser_half, turned, turned_ser]
+@pytest.mark.parametrize("header, of_index, lines, columns", [
+    ("| | patches found", "| 100 epochs |",
+     ["retrieval with jitter %, rot90, block 2", "retrieval with jitter %, rot90, block 6",
+      "linear, top-1 %", "linear, rotated images, top-1 %"], [0, 4, 5, 6, 1]),
+    ("| right matches, % |", "| matching, 100",
+     [f"matching %, {motion}, block 2"
+      for motion in ("15 degrees", "30 degrees", "45 degrees", "shear", "perspective")],
+     [0, 3, 4, 1, 2])])
+def test_readme_repeats_tables_of_the_index(header, of_index, lines, columns):
+    index = readme_table("paper/README.md", of_index)
+    wanted = [[index[line][column] for line in lines] for column in columns]
+    assert [*readme_table("README.md", header).values()] == wanted
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
