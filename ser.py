@@ -1321,7 +1321,7 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
         dist.all_reduce(values)
         # Nothing reads this reference. It keeps the tensor, or torch 2.6 with gloo may hang when
         # the process ends: the thread that drops the tensor waits for Python, which waits for
-        # the thread.
+        # the thread (see pytorch/pytorch#154976).
         mean_over_ranks.last_reduced = values
     return dict(zip(losses, (values / ranks).tolist()))
 
