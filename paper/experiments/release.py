@@ -4,9 +4,10 @@
     python -m paper.experiments.release --release release
 
 The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
-one process with gloo. Three things around them are replaced. Their `device=rank` and `.cuda()`
-become the CPU, the package kornia is an empty stand-in, so that no image is jittered, and one
-process needs no DistributedDataParallel.
+one process with gloo, with the settings of run_pretrain.sh but for lambda. Four things around them
+are replaced. Their `device=rank` and `.cuda()` become the CPU, the package kornia is an empty
+stand-in, so that no image is jittered, and one process needs no DistributedDataParallel. The mode
+`erl` of run_pretrain.sh, which the release's own parser refuses, is `erl_inv`.
 """
 import subprocess
 import sys
@@ -40,8 +41,7 @@ def gradient(module: nn.Module) -> Tensor:
 
 
 def theirs(b1: Tensor, b2: Tensor, weight: float) -> dict[str, Tensor]:
-    """Gradients of the release's model, with the settings of run_pretrain.sh but for the weight,
-    and for its mode, `erl`. The release's own parser refuses that, and has `erl_inv` for it."""
+    """Gradients of the release's model."""
     for name in ("kornia", "kornia.augmentation", "kornia.augmentation.container"):
         sys.modules.setdefault(name, MagicMock())
     from builder import moco, utils
