@@ -426,7 +426,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     """How often a token finds itself in the moved image, among the tokens of 32
     images, as a share: about 1 / (32 H W) by chance.
 
-    f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch).
+    f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch). If it
+        is a part of a model, that should be in eval mode.
     images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
         should be a multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. With
