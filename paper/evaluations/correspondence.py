@@ -50,10 +50,9 @@ def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
     """Whether each token of the turned copy is found, after a block, by the token of the
     photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
     still, moved = encoder(both, [layer]).maps[layer]                             # (D, H, W)
-    turned = still.rot90(1, (1, 2))
-    z = F.normalize(turned.flatten(1), dim=0)                                     # (D, N)
-    z_prime = F.normalize(moved.flatten(1), dim=0)
-    nearest = (z.T @ z_prime).argmax(1)
+    z = eval_linear.unit_tokens(still.rot90(1, (1, 2))[None])                     # (N, D)
+    z_prime = eval_linear.unit_tokens(moved[None])
+    nearest = (z @ z_prime.T).argmax(1)
     own = torch.arange(len(nearest))
     return (nearest == own).view(moved.shape[1:])
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
+from torchvision.datasets import DatasetFolder
 from torchvision.transforms import v2
 
 import eval_linear
@@ -29,13 +31,13 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def sample_classes(labels: Tensor, classes: int, seed: int) -> Tensor:
-    """Whether each image is of one of so many random classes, (n,)."""
-    present = labels.unique()
-    if len(present) < classes:
-        sys.exit(f"--classes {classes}: there are {len(present)} in --data")
-    order = torch.randperm(len(present), generator=ser.rng("t-SNE", seed))
-    return torch.isin(labels, present[order[:classes]])
+def sample_classes(data: DatasetFolder, classes: int, seed: int) -> Subset:
+    """The images of so many random classes."""
+    if len(data.classes) < classes:
+        sys.exit(f"--classes {classes}: there are {len(data.classes)} in --data")
+    order = torch.randperm(len(data.classes), generator=ser.rng("t-SNE", seed))
+    chosen = torch.isin(torch.tensor(data.targets), order[:classes])
+    return Subset(data, chosen.nonzero().flatten().tolist())
 
 
 def plot(panel: Any, features: Tensor, labels: Tensor, seed: int) -> None:
@@ -61,13 +63,12 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         encoder = checkpoint.encoder.to(device)
         size = encoder.image_size
         transform = v2.Resize((size, size)) if args.ready else eval_linear.eval_transform(size)
-        data = eval_linear.ClassFolder(args.data, transform)
+        folder = eval_linear.ClassFolder(args.data, transform)
+        data = sample_classes(folder, args.classes, args.seed)
 
         # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.
         features, labels = [x.cpu() for x in eval_linear.extract(encoder, data, args)]
-
-        sample = sample_classes(labels, args.classes, args.seed)
-        plot(panel, features[sample, -encoder.dim:], labels[sample], args.seed)
+        plot(panel, features[:, -encoder.dim:], labels, args.seed)
         panel.set_title(label)
 
     save_picture(figure, "tsne", args, runs)

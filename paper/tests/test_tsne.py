@@ -29,18 +29,17 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     root = class_folders(tmp_path / "root/train")[:-6]
     assert "class folders" in sentence(call, tsne, f"--data {root} --checkpoint {one}")
     data = eval_linear.ClassFolder(val, transform)
-    images = torch.stack([image for image, _ in data])
-    labels = torch.tensor(data.targets)
-    sample = tsne.sample_classes(labels, 4, 2)
-    classes, colours = labels[sample].unique(return_inverse=True)
-    assert (len(classes), sample.sum()) == (4, 48)
-    assert not sample.equal(tsne.sample_classes(labels, 4, 0))
-    assert "--classes 99" in sentence(tsne.sample_classes, labels, 99, 0)
+    sample = tsne.sample_classes(data, 4, 2)
+    images, labels = zip(*sample)
+    classes, colours = torch.tensor(labels).unique(return_inverse=True)
+    assert (len(classes), len(sample)) == (4, 48)
+    assert sample.indices != tsne.sample_classes(data, 4, 0).indices
+    assert "--classes 99" in sentence(tsne.sample_classes, data, 99, 0)
     (figure, said), = figures
     for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
         assert eval_linear.fingerprint(ser.load_encoder(run)) in said["metadata"]["Description"]
-        features = eval_linear.cls_features(ser.load_encoder(run), images)
-        torch.testing.assert_close(x, features[sample, -16:])
+        features = eval_linear.cls_features(ser.load_encoder(run), torch.stack(images))
+        torch.testing.assert_close(x, features[:, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)
         assert panel.get_title() == name
