@@ -15,9 +15,9 @@ other things:
     --knn              none      -                   yes     no                   minutes
     --equivariance     none      -                   no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. With it, and without --data, two
-encoders are evaluated, for comparison: that of the checkpoint, and the untrained one that
-its run began with. Without --data, images are not cropped.
+--equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
+two encoders are evaluated: that of the checkpoint and, for comparison, the untrained one
+that its run began with. Without --data, images are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):

@@ -1080,7 +1080,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
-    code = code_checksum()     # first, as files may be edited while images are listed
+    # Images and steps. The code comes first, as it may be edited while images are listed.
+    code = code_checksum()
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
