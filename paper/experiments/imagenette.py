@@ -2,7 +2,7 @@
 
     python -m paper.experiments.imagenette --data imagenette-128 --bf16
     python -m paper.experiments.imagenette --data imagenette-128 --print
-    python -m paper.experiments.imagenette --show paper/experiments/imagenette.json --epochs 100
+    python -m paper.experiments.imagenette --show paper/experiments/imagenette-100.json
 
 The first line runs all, on copies of 128 px, which paper/README.md makes. The second prints its
 command lines, the third tables of given rows, of which --figure draws the accuracies over the
@@ -97,16 +97,11 @@ def draw(rows: list[dict]) -> Any:
 
 
 def show(args: Namespace) -> None:
-    """Print the tables of files of rows, for the arm of these settings, and draw them."""
+    """Print the tables of files of rows, and draw them."""
     rows = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
-        found = [row for row in json.loads(Path(path).read_text())
+        rows += [row for row in json.loads(Path(path).read_text())
                  if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
-        in_arm = [row for row in found if args.arm.items() <= row.items()]
-        if found and not in_arm:
-            arms = {str({name: row[name] for name in args.arm}) for row in found}
-            sys.exit(f"{path} has rows of {', '.join(sorted(arms))}: give flags for one of these")
-        rows += in_arm
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):
@@ -114,15 +109,14 @@ def show(args: Namespace) -> None:
     sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     for baseline in ("control", "MoCo-v3"):
-        print(f"\n{args.arm}, in brackets the difference to {baseline}\n")
+        print(f"\nin brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
     if args.figure:
         draw(rows).savefig(args.figure, dpi=150)
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
-    """The settings of a command line; `flags` are those of ser.py. Rows are compared within an
-    `arm`: so many epochs, and this share of b2 in those runs that have b2."""
+    """The settings of a command line; `flags` are those of ser.py."""
     parser = sweep.arguments("imagenette")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="folder with train/CLASS, val/CLASS")
@@ -135,7 +129,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args.runs = [run for run in RUNS if run.name in args.names]
     sweep.check(args, given)
     training = ser.parse([*args.flags, "--data", "given"])
-    args.arm = {"epochs": training.epochs, "ratio": training.ratio}
     args.blocks = (training.cls_layer, 2 * training.cls_layer, training.depth)     # 2, 4 and 6
     if training.bf16 and not torch.cuda.is_available():
         args.launcher += " -m paper.experiments.imagenette --plain"

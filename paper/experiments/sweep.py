@@ -151,12 +151,12 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
         own = means(found, run.name, seed, blocks)
         if own:
-            made_by = args.arm | {"flags": shlex.join(args.flags)}
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
-            made_by |= {"ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
-                        "read by heads": len(eval_linear.feature_blocks(trained))}
-            made_by["own"] = f"{run.script} {run.flags}"
-            made_by["code"] = sorted({row.get("code", "older") for row in found})
+            made_by = {
+                "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
+                "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
+                "read by heads": len(eval_linear.feature_blocks(trained)),
+                "code": sorted({row.get("code", "older") for row in found})}
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -230,7 +230,6 @@ def arguments(program: str) -> ArgumentParser:
         help="what runs a script: python, or torchrun")
     add("--workers", type=int, default=8, help="loader processes")
     add("--print", action="store_true", help="only print the command lines")
-    parser.set_defaults(arm={})     # what all rows have in common
     return parser
 
 

@@ -13,18 +13,18 @@ from paper.experiments import imagenette
 from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
 from test_ser import paste, sentence, write_image
 
-ROWS = imagenette.__file__.removesuffix("py") + "json"
-VIT_S = f"--show {ROWS.replace('imagenette.json', 'vit-s.json')} --epochs 60 --ratio 0.0625"
-MATCHING = f"--show {ROWS.replace('imagenette.json', 'matching.json')} --epochs"
-TINY = f"--show {ROWS.replace('imagenette.json', 'tiny.json')} --epochs 16 --ratio 0.0625"
+FOLDER = ser.Path(imagenette.__file__).parent
+
+
+def rows_of(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size(capsys):
     argv = ["--data", "D", "--seeds", "1", "--print"]
     imagenette.main(imagenette.settings([*argv, "--bf16"]))
     lines = [line.split()[3:] for line in capsys.readouterr().out.splitlines()]
-    rows = json.loads(ser.Path(ROWS).read_text())
-    measured = {row["run"]: row["own"] for row in rows}
+    measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
     for run, words in zip(imagenette.RUNS, lines[::4], strict=True):
         assert f"{run.script} {run.flags}" == measured[run.name]
         flags = f"{imagenette.FLAGS} {run.flags} --data D --workers 8 --seed 1 --bf16"
@@ -87,7 +87,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     twice[1] = str(out / "others.json")
     changed = {f"{name}: ": {name: "others"} for name in ("flags", "images", "ranks", "bf16")}
-    changed |= {"weight 0.3": {"own": "ser.py --weight 0.3"}, "epochs": {"epochs": 2}}
+    changed |= {"weight 0.3": {"own": "ser.py --weight 0.3"}}
     for told, changes in changed.items():
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(imagenette.main, imagenette.settings(twice))
@@ -101,9 +101,9 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         assert f"\n|  |{titles}\n" in capsys.readouterr().out
 
 
-def tables(out, capsys, *flags):
-    """The two tables that are printed of the file, each title -> run -> cell."""
-    imagenette.main(imagenette.settings(["--show", ROWS, "--out", str(out), *flags]))
+def tables(name, capsys, *flags):
+    """The two tables that are printed of a file, each title -> run -> cell."""
+    imagenette.main(imagenette.settings(["--show", str(FOLDER / f"{name}.json"), *flags]))
     _, *texts = capsys.readouterr().out.split("the difference to")
     for text in texts:
         lines = [cells_of(line) for line in text.splitlines() if "|" in line]
@@ -124,21 +124,22 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"-?\d*\.\d+", cell)]
 
 
-TABLES = [     # of paper/README: header, the runs of its columns, and flags that print its rows
-    ("| 10 epochs |", "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", ""),
+TABLES = [     # of paper/README: header, the runs of its columns, and the file of its rows
+    ("| 10 epochs |",
+     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "imagenette-10"),
     ("| 100 epochs |",
-     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "--epochs 100"),
+     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "imagenette-100"),
     ("| matching, ten",
-     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", f"{MATCHING} 10"),
-    ("| matching, 100", "MoCo-v3; turned; turned-SER; control; SER", f"{MATCHING} 100"),
+     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "matching-10"),
+    ("| matching, 100", "MoCo-v3; turned; turned-SER; control; SER", "matching-100"),
     ("| 200 classes, 16",
-     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", TINY),
-    ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", VIT_S)]
+     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "tiny"),
+    ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", "vit-s")]
 
 
-@pytest.mark.parametrize("header, columns, flags", TABLES)
-def test_readmes_tables_are_what_is_printed(header, columns, flags, tmp_path, capsys):
-    printed, _ = tables(tmp_path, capsys, *flags.split())
+@pytest.mark.parametrize("header, columns, name", TABLES)
+def test_readmes_tables_are_what_is_printed(header, columns, name, capsys):
+    printed, _ = tables(name, capsys)
     for title, cells in readme_table("paper/README.md", header).items():
         line = next(line for line in printed if line.startswith(printed_title(title)))
         for run, cell in zip(columns.split("; "), cells, strict=True):
@@ -179,11 +180,10 @@ def test_readme_repeats_tables_of_the_index(header, of_index, lines, columns):
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    printed, _ = tables(tmp_path, capsys, *f"{TINY} --figure {path}".split())
+    printed, _ = tables("tiny", capsys, "--figure", str(path))
     assert path.stat().st_size > 9999
 
-    rows, = imagenette.settings(TINY.split()).show
-    panels = imagenette.draw(json.loads(ser.Path(rows).read_text())).axes
+    panels = imagenette.draw(rows_of("tiny")).axes
     titles = ["rot90 retrieval with jitter %, block 3", "rot90 retrieval with jitter %, block 12",
               "linear top-1 %, block 12", "turned linear top-1 %, block 12"]
     runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
@@ -192,29 +192,26 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
         assert [bar.get_width() for bar in axes.patches] == pytest.approx(wanted, abs=0.06)
     names = [label.get_text() for label in panels[0].get_yticklabels()]
     assert names == [imagenette.TITLES.get(run, run) for run in runs]
-    upright = [row for row in json.loads(ser.Path(rows).read_text())
-               if "turned" not in row["measure"]]
+    upright = [row for row in rows_of("tiny") if "turned" not in row["measure"]]
     assert len(imagenette.draw(upright).axes) == 3
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
-    rows = json.loads(ser.Path(ROWS).read_text())
     args = ser.Namespace(checkpoint=None, label=None, out="", data="any")
     for encoder, label in zip(load_several(args), args.label, strict=True):
         name = {"rotated crops": "turned", "SER on rotated crops": "turned-SER"}.get(label, label)
-        weights = {row["weights"] for row in rows if (row["run"], row["epochs"]) == (name, 100)}
+        weights = {row["weights"] for row in rows_of("imagenette-100") if row["run"] == name}
         assert weights == {encoder.fingerprint}
 
 
-@pytest.mark.parametrize("name", ["imagenette", "matching", "tiny", "vit-s"])
+@pytest.mark.parametrize("name", [name for *_, name in TABLES])
 def test_all_rows_name_weights_and_no_two_runs_have_the_same(name):
-    rows = json.loads(ser.Path(ROWS).with_stem(name).read_text())
-    runs = {(row["weights"], row["run"]) for row in rows}
+    runs = {(row["weights"], row["run"]) for row in rows_of(name)}
     assert len(dict(runs)) == len(runs) >= 4 and None not in dict(runs)
 
 
-def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(tmp_path, capsys):
-    over_control, over_moco = tables(tmp_path, capsys)
+def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(capsys):
+    over_control, over_moco = tables("imagenette-10", capsys)
     linear = "linear top-1 %, block 6"
     places = [(over_moco, linear, "SER"), (over_moco, linear, "SER-0.1"),
               (over_control, linear, "SER"), (over_control, linear, "SER-0.1"),
