@@ -430,10 +430,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         is a part of a model, that should be in eval mode.
     images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
         should be a multiple of 32, as a token is found more easily among fewer images.
-    element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. With
-        few tokens, some scalings change no size, so that values are too high. Of the 16
-        scalings for 512 images, these are 8 with 4 x 4 tokens, 1 with 8 x 8, and none with
-        14 x 14.
+    element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
+        scalings of a map of few tokens change no size, so that values are too high.
     change: is applied to the images before f1, and to the moved ones anew, for instance a random
         colour jitter. Without it, even the mean colour of a patch would find almost every
         turned token."""

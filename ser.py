@@ -110,7 +110,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     area = least + (most - least) * u
     least, most = SCALE_ASPECT
     aspect = least * (most / least) ** v
-    rows = round(grid * math.sqrt(area / aspect))     # Paper: 3.2, sides are whole tokens
+    # Paper: 3.2, sides are whole tokens. Choice: they are rounded.
+    rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
     if "hflip" not in elements:
@@ -152,8 +153,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Without `contiguous`, all results would have the memory layout of a turned map, so that
-    # sums over an image that did not turn would round otherwise than without `rho`.
+    # `contiguous` gives all results the usual memory layout, so that sums over an image that
+    # did not turn round as they do without `rho`.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -187,10 +188,10 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
-    """Sample the motions of this rank's `batch` images. The generator `shared` is seeded
-    alike on all ranks, so that they scale alike, as they gather tokens and need equally
-    many. Each samples the motions of all ranks and keeps its own part, or all would flip
-    and turn alike."""
+    """Sample the motions of this rank's `batch` images. The generator `shared` has the same
+    seed on all ranks. So they have one scaling, and `gather` (section 4) gets equally many
+    tokens from each. Their flips and turns differ, as each rank samples those of all ranks
+    and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -572,7 +573,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
-                for matrix in module.weight.flatten(1).chunk(matrices):     # parts of the weight
+                for matrix in module.weight.flatten(1).chunk(matrices):     # views of the weight
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
         self.patch_embed.requires_grad_(False)
@@ -1080,7 +1081,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
-    # Images and steps. The code comes first, as it may be edited while images are listed.
+    # Images and steps. The code is read first, as its file may soon be edited.
     code = code_checksum()
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1097,7 +1098,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # The settings of a run are its flags, and facts that follow from them.
+    # What checkpoint and log say of the run: its flags, and facts such as the number of images.
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
@@ -1135,7 +1136,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log and save. A logged loss that is not finite ends the run, before weights are saved.
+        # Log, the first step as well, and save. A logged loss that is not finite ends the run,
+        # before weights are saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
@@ -1172,7 +1174,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    # Folders such as val are a mistake, unless the images are said to be for training.
+    # Folders such as val are a mistake, unless the folder of all is itself called train.
     names = [path.removeprefix(f"{root}/") for path in images]
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
     if root.name != "train" and folders & HELD_OUT:
@@ -1188,8 +1190,8 @@ def checksum(texts: Sequence[str]) -> str:
 
 def code_checksum() -> str:
     """The checksum of this file and of the script that runs, such as paper/methods/dino.py,
-    but not of what else that imports. Checkpoints hold that of the code with which their
-    run was last started."""
+    but not of other modules. Checkpoints hold that of the code with which their run was
+    last started."""
     paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
     return checksum([
         Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])

@@ -163,18 +163,13 @@ def test_the_index_repeats_its_tables():
         assert cells == [runs.get(run, "-") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
 
 
-@pytest.mark.parametrize("header, of_index, lines, columns", [
-    ("| | patches found", "| 100 epochs |",
-     ["retrieval with jitter %, rot90, block 2", "retrieval with jitter %, rot90, block 6",
-      "linear, top-1 %", "linear, rotated images, top-1 %"], [0, 4, 5, 6, 1]),
-    ("| right matches, % |", "| matching, 100",
-     [f"matching %, {motion}, block 2"
-      for motion in ("15 degrees", "30 degrees", "45 degrees", "shear", "perspective")],
-     [0, 3, 4, 1, 2])])
-def test_readme_repeats_tables_of_the_index(header, of_index, lines, columns):
-    index = readme_table("paper/README.md", of_index)
-    wanted = [[index[line][column] for line in lines] for column in columns]
-    assert [*readme_table("README.md", header).values()] == wanted
+def test_readme_repeats_a_table_of_the_index():
+    index = readme_table("paper/README.md", "| 100 epochs |")
+    lines = ["retrieval with jitter %, rot90, block 2", "retrieval with jitter %, rot90, block 6",
+             "linear, top-1 %", "linear, rotated images, top-1 %"]
+    runs = [0, 4, 5, 6, 1, 2]     # which columns of the index are the lines of README
+    wanted = [[index[line][run] for line in lines] for run in runs]
+    assert [*readme_table("README.md", "| | patches found").values()] == wanted
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
