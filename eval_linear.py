@@ -280,6 +280,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
     own = torch.arange(rank, len(data), ranks)
     batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
+
     width = len(feature_blocks(encoder)) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
@@ -287,6 +288,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
     for indices, (images, y) in zip(batches, tqdm(loader, leave=False, disable=rank > 0)):
         features[indices] = cls_features(encoder, images)
         labels[indices] = y.to(labels.device)
+
     if ranks > 1:
         dist.all_reduce(features)
         dist.all_reduce(labels)
@@ -369,9 +371,11 @@ def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float,
     Logits that are not finite count as wrong."""
     best = logits[:, candidates].topk(min(5, len(candidates))).indices
     guesses = candidates[best]     # (n, 5)
+
     # `topk` takes nan for the largest, so a head that diverged would always guess one class.
     finite = logits.isfinite().all(1, keepdim=True)
     right = ((guesses == labels[:, None]) & finite).float()
+
     top1 = 100 * right[:, 0].mean()
     top5 = 100 * right.amax(1).mean()
     return top1.item(), top5.item()
@@ -384,10 +388,12 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
     # Choice: 4.2 says 20-NN. Features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train)
     classes = int(train_labels.max()) + 1
+
     right = 0
     for x, y in zip(test.split(256), test_labels.split(256)):
         similarities = F.normalize(x) @ train.T                               # (B, m)
         nearest = similarities.topk(min(20, len(train)))                      # (B, 20)
+
         votes = x.new_zeros(len(x), classes)
         votes.scatter_add_(1, train_labels[nearest.indices], (nearest.values / 0.07).exp())
         right += (votes.argmax(1) == y).sum().item()
@@ -415,6 +421,7 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
         g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 1))
         g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 2))
         g = ser.relative(g2, g1)
+
         cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)), dim=1)
         total += len(x) * cosines.mean().item()
     return total / len(images)
@@ -555,6 +562,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
+
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
     results["checkpoints"][checkpoint.fingerprint] = training
@@ -590,6 +598,7 @@ def print_table(rows: Sequence[dict]) -> None:
             title = f"{measure} after block {row['block']}"
         text = f"{factor * row['value']:.{digits}f}"
         table.setdefault(title, {})[row.get("encoder", "trained")] = text
+
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")

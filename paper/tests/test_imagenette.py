@@ -147,13 +147,13 @@ def test_readmes_tables_are_what_is_printed(header, columns, name, capsys):
             assert numbers(cell) == pytest.approx(wanted), (title, run)
 
 
-def test_the_index_repeats_its_tables():
+def test_readme_repeats_tables_of_the_index():
     linear = {}     # header of a table -> run -> cell
     for header, columns, _ in TABLES:
         cells = readme_table("paper/README.md", header).get("linear, top-1 %", [])
         linear[header] = dict(zip(columns.split("; "), cells))
 
-    table = readme_table("paper/README.md", "| linear accuracy, % |").values()
+    table = readme_table("README.md", "| linear accuracy, % |").values()
     hundred, float32, *others, _ = table
     moco, control, ser_half = readme_table("paper/README.md", "| in float32")["linear, top-1 %"]
     assert float32 == [moco, control, "-", ser_half]
@@ -161,15 +161,6 @@ def test_the_index_repeats_its_tables():
     for header, cells in zip(headers, [hundred, *others], strict=True):
         runs = linear[header]
         assert cells == [runs.get(run, "-") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
-
-
-def test_readme_repeats_a_table_of_the_index():
-    index = readme_table("paper/README.md", "| 100 epochs |")
-    lines = ["retrieval with jitter %, rot90, block 2", "retrieval with jitter %, rot90, block 6",
-             "linear, top-1 %", "linear, rotated images, top-1 %"]
-    runs = [0, 4, 5, 6, 1, 2]     # which columns of the index are the lines of README
-    wanted = [[index[line][run] for line in lines] for run in runs]
-    assert [*readme_table("README.md", "| | patches found").values()] == wanted
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
