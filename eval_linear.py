@@ -176,19 +176,23 @@ class ClassFolder(ImageFolder):
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The folders of root, and the label of each, from which ImageFolder makes its list."""
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
-        classes = self.train_classes or folders
-        if set(folders).isdisjoint(classes):
-            # No folder has the name of a class. Then they are called by labels 0, 1, ...,
-            # as in ImageNet-V2. Without a 0, all labels may be off by one.
-            if "0" not in folders:
-                sys.exit(f"{self.root}: no folder has the name of a training class, or of the "
-                         "label 0")
-            classes = [str(label) for label in range(len(classes))]
-
+        names = self.names_of_labels(folders)
         for folder in folders:
-            if folder not in classes:
+            if folder not in names:
                 sys.exit(f"{self.root}: the training images have no class {folder}")
-        return folders, {folder: classes.index(folder) for folder in folders}
+        return folders, {folder: names.index(folder) for folder in folders}
+
+    def names_of_labels(self, folders: list[str]) -> Sequence[str]:
+        """How the folder of each label is called, if it is there."""
+        classes = self.train_classes or folders
+        if not set(folders).isdisjoint(classes):
+            return classes
+
+        # No folder has the name of a class. Then they are called by labels 0, 1, ..., as in
+        # ImageNet-V2. Without a 0, all labels may be off by one.
+        if "0" not in folders:
+            sys.exit(f"{self.root}: no folder has the name of a training class, or of the label 0")
+        return [str(label) for label in range(len(classes))]
 
 
 def load_sets(args: Namespace, size: int) -> Sets:

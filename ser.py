@@ -751,13 +751,13 @@ def mlp(*widths: int) -> nn.Sequential:
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths[:-1]):
+    for fan_in, fan_out in pairwise(widths):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    last = nn.Linear(widths[-2], widths[-1], bias=False)
-    return nn.Sequential(*layers, last, nn.BatchNorm1d(widths[-1], affine=False))
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # the end, without a ReLU
+    return nn.Sequential(*layers)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -1077,9 +1077,10 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 #     build(args)                        the model: SER, or another one with a `base` (section 5)
 #     make_dataset(source, args)         what `two_view_dataset` returns
 #     make_optimizer(model, args)        what `adamw` returns
-#     schedule(optimizer, args, epoch)   called before every step
+#     set_learning_rate(optimizer, args, epoch)   called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
-          make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
+          make_optimizer: Callable = adamw,
+          set_learning_rate: Callable = set_learning_rate) -> Path:
     """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
     # Images and steps. The code is read first, as its file may soon be edited.
     code = code_checksum()
@@ -1103,27 +1104,29 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
         ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code)
-    path = Path(args.out, "last.pt")
-    start = resume(path, vars(settings), model, optimizer) if path.exists() else 0
+    checkpoint = Path(args.out, "last.pt")
+    start = 0
+    if checkpoint.exists():
+        start = resume(checkpoint, vars(settings), model, optimizer)
 
     # A loader of the batches of all steps that are left, over all epochs, and the log.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    log, bar = open_log(path.with_name("log.jsonl"), settings, start)
+    log, bar = open_log(checkpoint.with_name("log.jsonl"), settings, start)
     if rank == 0:
         print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
         # Learning rate and momentum encoder.
-        schedule(optimizer, args, step / steps_per_epoch)
+        set_learning_rate(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
         # Views.
         loaded = [(pixels.to(device, non_blocking=True), aug) for pixels, aug in loaded]
         views = make_views(loaded, args, step)
         if step == 0 and rank == 0 and views[0].b2 is not None:
-            save_views(path.with_name("views.png"), views, args.patch_size)
+            save_views(checkpoint.with_name("views.png"), views, args.patch_size)
 
         # Forward. The seed is for base methods that sample there, as in paper/methods/dino.py.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
@@ -1143,12 +1146,13 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
-                 encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
+            save(checkpoint, step=done, steps=steps, settings=vars(settings),
+                 model=model.state_dict(), encoder=model.base.encoder.state_dict(),
+                 optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    return path
+    return checkpoint
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
