@@ -202,6 +202,7 @@ def test_the_relative_element_takes_view_1_to_view_2_for_all_64_pairs():
         g2 = element(*second, (3, 5))._replace(grid=(5, 2))
         moved = rho(relative(g2, g1), rho(g1, x))
         assert same(moved, rho(g2, x)), (first, second)
+    assert rho(g1, noise(1, 2, 3, 5)).is_contiguous()     # or sums would round otherwise
 
 
 def test_flips_and_turns_are_alike_and_independent_of_the_neighbour():
@@ -242,9 +243,8 @@ def test_group_names_the_elements_of_a_run():
 
 def test_sections_1_and_4_work_where_they_are_copied_to():
     sections = re.split("^(?=# ==== )", Path(ser.__file__).read_text(), flags=re.M)
-    imports = """import math, torch, torch.nn as nn
-import torch.nn.functional as F, torch.distributed as dist
-from typing import NamedTuple
+    imports = """from typing import NamedTuple
+import math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 """
     copied = {}
     exec(imports + sections[1] + sections[4], copied)
