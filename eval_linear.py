@@ -16,8 +16,8 @@ other things:
     --equivariance     none      -                   no      after every block    minutes
 
 --equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
-two encoders are evaluated: that of the checkpoint and, for comparison, the untrained one
-that its run began with. Without --data, images are not cropped.
+two encoders are evaluated, in twice the time: that of the checkpoint and, for comparison,
+the untrained one that its run began with. Without --data, images are not cropped.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -183,13 +183,13 @@ class ClassFolder(ImageFolder):
         return folders, {folder: names.index(folder) for folder in folders}
 
     def names_of_labels(self, folders: list[str]) -> Sequence[str]:
-        """How the folder of each label is called, if it is there."""
+        """The name of each label's folder: its class or, as in ImageNet-V2, its number."""
         classes = self.train_classes or folders
         if not set(folders).isdisjoint(classes):
             return classes
 
-        # No folder has the name of a class. Then they are called by labels 0, 1, ..., as in
-        # ImageNet-V2. Without a 0, all labels may be off by one.
+        # No folder has the name of a class, so names are labels 0, 1, ... Without a 0, all may be
+        # off by one.
         if "0" not in folders:
             sys.exit(f"{self.root}: no folder has the name of a training class, or of the label 0")
         return [str(label) for label in range(len(classes))]
@@ -305,7 +305,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     layers = []
     if mlp:
         # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
-        # follows. Those authors train by Adam, and we by SGD, as linear heads.
+        # follows. They train by Adam. Here it is SGD, as for linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)
@@ -389,7 +389,7 @@ def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float,
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
     """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
     features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
-    # Choice: 4.2 says 20-NN. Features, similarity and weights are those of DINO's eval_knn.
+    # Paper: 4.2, 20-NN. Choice: features, similarity and weights are those of DINO's eval_knn.
     train = F.normalize(train)
     classes = int(train_labels.max()) + 1
 
@@ -562,7 +562,7 @@ def read_results(path: Path) -> dict:
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
              images: str) -> None:
     """Add rows to the file of results, each with what made it. images: what `describe_sets`
-    says of them. A row replaces an older one that differs in its value and the code alone."""
+    says of them. A row replaces an older one of the same measurement."""
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait

@@ -19,8 +19,16 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. At a first reading, skip `shift_hue` and `gaussian_blur`,
-which end section 2, and `equivariance_loss`, which ends section 4.
+Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what does them:
+    split the batch into b1 and b2            batch_items, of section 2
+    T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
+    the embeddings, and f1's maps of b2       encode_view, of section 3
+    L_inv                                     the base method, such as MoCoV3 of section 5
+    g = g2 g1^-1                              relative, of section 1
+    L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
+    L_inv + lambda L_equiv                    SER.forward, of section 6
+
+At a first reading, skip `equivariance_loss`, which ends section 4.
 
 Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
 except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
@@ -153,8 +161,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # `contiguous` gives all results the usual memory layout, so that sums over an image that
-    # did not turn round as they do without `rho`.
+    # Without `contiguous`, `torch.where` would give all results the memory layout of a turned
+    # map. In the usual layout, later sums are the same to the bit, with `rho` and without.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -289,8 +297,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for the view of an image, where the defaults do nothing. PyTorch's
-    collate function then makes each field a tensor (B,), for a batch."""
+    """What was sampled for a view: in the loader, numbers for one image; of a batch, after
+    PyTorch's collate function, a tensor (B,) in each field. The defaults do nothing."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -443,7 +451,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
             x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
         elif operation == "saturation":     # towards the gray of each pixel, or away from it
             x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
-        elif operation == "hue":
+        elif operation == "hue":            # section 9 has this, and the blur
             x = shift_hue(x, per_image(aug.hue, x))
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
@@ -468,46 +476,6 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
-    B, _, h, w = x.shape
-    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
-    # times the largest sigma, and in larger images further.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
-
-    # A convolution in B groups has a kernel for each channel. So the images become
-    # channels, and the three colours become the batch.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
-
-
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
 # Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
 class Attention(nn.Module):
@@ -526,7 +494,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, on the same tokens."""
+    """A pre-norm transformer block."""
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
@@ -549,8 +517,8 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the others
-    are f2. With cls_layer 0, it is a plain ViT. L_equiv acts at the end of f1, but in some
-    ablations of the paper elsewhere."""
+    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. L_equiv acts at the end of
+    f1, but in some ablations of the paper elsewhere."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -810,15 +778,6 @@ class MoCoV3(nn.Module):
 
 
 # ==== 6. SER: Algorithm 1 around any base method ======================================
-# The lines of Algorithm 1, and the functions that do them:
-#
-#     split the batch into b1 and b2            batch_items, of section 2
-#     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
-#     the embeddings, and f1's maps of b2       encode_view, of section 3
-#     L_inv                                     the base method, such as MoCoV3 of section 5
-#     g = g2 g1^-1                              relative, of section 1
-#     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
-#     L_inv + lambda L_equiv                    SER.forward, below
 class SER(nn.Module):
     """The loss of a base method plus weight * L_equiv."""
     def __init__(self, base: nn.Module, layers: Sequence[int] = (3,), weight: float = 0.5,
@@ -915,8 +874,9 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the main setting, the next two flags both name the last block of f1. The paper's ablation
-    # of [CLS] moves one alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # In the main setting, the next two flags both name the last block of f1. Ablations move both,
+    # or the first alone; paper/experiments/sweep.py has their flags. MoCo-v3 with our ViT is
+    # --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -1064,8 +1024,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}")
     if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code, or from another script, and is kept; to train "
-              "anew, give a new --out")
+        print(f"{path} was trained by other code, or from another script; to train anew, give a "
+              "new --out")
 
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -1109,7 +1069,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     if checkpoint.exists():
         start = resume(checkpoint, vars(settings), model, optimizer)
 
-    # A loader of the batches of all steps that are left, over all epochs, and the log.
+    # A loader of all batches that are left, over all epochs; the log and the bar.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1155,7 +1115,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return checkpoint
 
 
-# ==== 9. Around it: files, synthetic images, checks, output ===========================
+# ==== 9. Around it: files, hue and blur, synthetic images, checks, output =============
 HELD_OUT = {     # names of folders not to train on
     "val", "valid", "validation", "test", "testing", "val2014", "val2017", "test2017"}
 
@@ -1167,7 +1127,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # If DATA is itself called train, a folder train in it is a class.
+    # DATA/train, unless DATA is itself called train, as a folder train in it is then a class.
     root = Path(args.data)
     if root.name != "train" and (root / "train").is_dir():
         root = root / "train"
@@ -1178,7 +1138,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    # Folders such as val are a mistake, unless the folder of all is itself called train.
+    # If no folder is called train, one such as val below DATA is a mistake.
     names = [path.removeprefix(f"{root}/") for path in images]
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
     if root.name != "train" and folders & HELD_OUT:
@@ -1214,6 +1174,46 @@ def read_image(path: str) -> Tensor:
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
                       "place, and give the same command again") from None
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    B, _, h, w = x.shape
+    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
+    # times the largest sigma, and in larger images further.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
+
+    # A convolution in B groups has a kernel for each channel. So the images become
+    # channels, and the three colours become the batch.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
