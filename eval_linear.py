@@ -499,8 +499,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 
 # ==== 7. Results: rows that say what made them ========================================
-# A row has what was measured (`make_rows`), of which encoder (`evaluate` adds that), and what
-# made it: the weights (`fingerprint`), the settings, the images (`describe_sets`) and the code.
+# A row is a dictionary with what was measured (`make_rows`), perhaps more that its script adds,
+# such as which encoder, and what made it (`provenance`, and the checksum of the code).
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
     is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
@@ -528,7 +528,7 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
 
 
 def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
-    """What a row or a head says of itself."""
+    """What made a row or a head. images: what `describe_sets` says of them."""
     return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 
 
@@ -561,8 +561,8 @@ def read_results(path: Path) -> dict:
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
              images: str) -> None:
-    """Add rows to the file of results, each with what made it. images: what `describe_sets`
-    says of them. A row replaces an older one of the same measurement."""
+    """Add rows to the file of results, each with what made it. A row replaces an older one of
+    the same measurement."""
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait

@@ -9,8 +9,8 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2 (see section 6)
-    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. Projected, the map
-                   rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
+    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. After a projection, the
+                   map rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
                    and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
 
@@ -41,8 +41,10 @@ Comments have three tags:
     Paper:              the paper prescribes this, which may surprise
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
-no gradient (see README.md), but the code decides much that the paper leaves open. Paths such
-as paper/methods are folders beside this file, with other methods and experiments.
+no gradient, as all tokens are detached when they are gathered. But that code decides much
+that the paper leaves open, so it is named where we follow it.
+
+Paths such as paper/methods are folders beside this file, with other methods and experiments.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -90,8 +92,9 @@ SCALE_ASPECT = (3 / 4, 4 / 3)              # its columns / rows
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. The scaling is
-    kept as the size of its result, to which `rho` resizes a map of any size."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. In place of the
+    scaling's factors, it has the size of the result, to which `rho` resizes a map of any
+    size. So it is not an element of G alone."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -161,8 +164,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # Without `contiguous`, `torch.where` would give all results the memory layout of a turned
-    # map. In the usual layout, later sums are the same to the bit, with `rho` and without.
+    # `contiguous` keeps the memory layout of x. Otherwise all results would have that of a turned
+    # map, in which later sums round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -232,7 +235,8 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank
     # rounds its own share, as all need equally many (`gather`). So r = .01 of 2048
-    # is 24 images on 8 ranks, and 20 on one. Halves are rounded up, unlike by `round`.
+    # is 24 images on 8 ranks, a share of .0117, and 20 on one. Halves are rounded up,
+    # unlike by `round`.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -316,7 +320,7 @@ class Augmentation(NamedTuple):
     solarize: bool | Tensor = False
 
 
-def sample_view(image: Tensor, settings: ViewSettings,
+def prepare_view(image: Tensor, settings: ViewSettings,
                 in_b2: bool) -> tuple[Tensor, Augmentation]:
     """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was
     sampled for it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
@@ -338,7 +342,7 @@ def sample_view(image: Tensor, settings: ViewSettings,
 
 
 def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Add the numbers of a jitter to `aug`, which has the crop of a view.
+    """Add the numbers of a jitter to `aug`, which has the crop of a view, if there is one.
     `jitter_and_normalise` applies them."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
@@ -365,15 +369,15 @@ class ViewDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         _, index, _ = item
-        return self.sample_views(self.load(index), item)
+        return self.prepare_views(self.load(index), item)
 
-    # Data sets in paper/methods with further views call `load` and `sample_views` themselves.
+    # Data sets in paper/methods with further views call `load` and `prepare_views` themselves.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def sample_views(self, image: Tensor,
+    def prepare_views(self, image: Tensor,
                      item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         """The views of an image, with the random numbers of an item."""
         epoch, index, in_b2 = item
@@ -382,7 +386,7 @@ class ViewDataset(torch.utils.data.Dataset):
         # RandomResizedCrop samples from torch's generator for CPUs. torch.manual_seed would
         # seed those of other devices, too, and take longer than to read a small image.
         torch.default_generator.manual_seed(seed)
-        return [sample_view(image, settings, in_b2) for settings in self.view_settings]
+        return [prepare_view(image, settings, in_b2) for settings in self.view_settings]
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
@@ -718,13 +722,14 @@ def mlp(*widths: int) -> nn.Sequential:
     end a BatchNorm without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
+    *hidden, out = widths
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
+    for fan_in, fan_out in pairwise(hidden):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # the end, without a ReLU
+    layers += [nn.Linear(hidden[-1], out, bias=False), nn.BatchNorm1d(out, affine=False)]
     return nn.Sequential(*layers)
 
 
@@ -801,7 +806,7 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: both share one
         # mean, and all images are keys, as in the release. With two means, an image of b2
         # would weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of
-        # b1. And L_inv would be larger, so that lambda would weigh less.
+        # b1. And L_inv, a sum of two, would be larger, so that lambda would weigh less.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1032,16 +1037,16 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their own in
-# place of its four defaults:
-#     build(args)                        the model: SER, or another one with a `base` (section 5)
-#     make_dataset(source, args)         what `two_view_dataset` returns
-#     make_optimizer(model, args)        what `adamw` returns
-#     set_learning_rate(optimizer, args, epoch)   called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
+    """Run or continue a training; returns the path of its checkpoint. ser.py itself calls
+    `train(args)`. Methods in paper/methods bring functions of their own:
+
+    build(args): the model, which is SER, or another one with a `base` (section 5).
+    make_dataset(source, args): what `two_view_dataset` returns.
+    make_optimizer(model, args): what `adamw` returns.
+    set_learning_rate(optimizer, args, epoch): called before every step."""
     # Images and steps. The code is read first, as its file may soon be edited.
     code = code_checksum()
     device = setup()

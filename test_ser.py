@@ -402,7 +402,7 @@ def test_the_two_views_of_an_image_are_independent(draws):
 def test_draws_depend_on_seed_epoch_and_image(seed, epoch, index):
     def sample(seed, *key):
         dataset = ser.two_view_dataset([], toy(seed=seed))
-        (_, aug), _ = dataset.sample_views(pixels(3, 20, 24), key)
+        (_, aug), _ = dataset.prepare_views(pixels(3, 20, 24), key)
         return aug
 
     drawn = sample(0, 1, 5, False)

@@ -46,7 +46,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     args = overhead.settings(words)
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
-          patch.object(ser, "sample_view", wraps=ser.sample_view) as ours):
+          patch.object(ser, "prepare_view", wraps=ser.prepare_view) as ours):
         overhead.time_loader(args)
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
