@@ -86,7 +86,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         pictures = [("photograph", shown), ("rotated and recoloured", copy)]
         for run, name in zip(runs, args.label, strict=True):
             tokens = found(run.encoder, copies(seen, number), layer)
-            title = f"{name} finds\n{tokens.sum()} of {tokens.numel()}"
+            title = f"found by {name}:\n{tokens.sum()} of {tokens.numel()}"
             opacity = 0.15 + 0.85 * tokens.float()
             strength = F.interpolate(opacity[None, None], shown.shape[1:])
             pictures.append((title, 1 - strength[0] * (1 - copy)))     # 1 is white

@@ -47,7 +47,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             tokens = found(ser.load_encoder(path), copies(photo, number), 2)
             seen = tokens.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1)
             pale = 0.85 + 0.15 * copy
-            wanted[f"{name} finds\n{tokens.sum()} of 16"] = torch.where(seen, copy, pale)
+            wanted[f"found by {name}:\n{tokens.sum()} of 16"] = torch.where(seen, copy, pale)
 
         for panel, (title, picture) in zip(saved[0][0].axes[4 * number:], wanted.items()):
             assert panel.get_title() == title
