@@ -582,6 +582,15 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     lock.close()     # which ends the lock
 
 
+def save_head(folder: Path, head: dict, args: Namespace, checkpoint: Checkpoint,
+              images: str) -> None:
+    """Write a head beside the results, with what made it. A checksum of that in its name keeps
+    it from replacing other heads."""
+    origin = provenance(args, checkpoint, images)
+    key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
+    ser.save(folder / f"head-{key}.pt", **head, **origin)
+
+
 def table_format(measure: str) -> tuple[str, int, int]:
     """How tables show a measure: its title, what values are multiplied by, and digits. The
     file has accuracies in percent, and a retrieval as a share, which tables show in percent."""
@@ -720,9 +729,7 @@ def evaluate(args: Namespace) -> list[dict]:
         if rank == 0:
             add_rows(path, own_rows, args, measured, images)
             if saved_head and name == "trained":
-                origin = provenance(args, measured, images)
-                key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
-                ser.save(path.with_name(f"head-{key}.pt"), **saved_head, **origin)
+                save_head(path.parent, saved_head, args, measured, images)
 
     if rank == 0:
         print_table(rows)
