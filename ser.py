@@ -45,6 +45,7 @@ no gradient, as all tokens are detached when they are gathered. But that code de
 that the paper leaves open, so it is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
+A few fields, arguments and functions here are for them alone, and say so.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
