@@ -322,7 +322,7 @@ class Augmentation(NamedTuple):
 
 
 def prepare_view(image: Tensor, settings: ViewSettings,
-                in_b2: bool) -> tuple[Tensor, Augmentation]:
+                 in_b2: bool) -> tuple[Tensor, Augmentation]:
     """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was
     sampled for it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
     aug = Augmentation()
@@ -379,7 +379,7 @@ class ViewDataset(torch.utils.data.Dataset):
         return read_image(image) if isinstance(image, str) else image
 
     def prepare_views(self, image: Tensor,
-                     item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
+                      item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         """The views of an image, with the random numbers of an item."""
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
@@ -1038,16 +1038,16 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
+# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their own in
+# place of its four defaults:
+#     build(args)                                 SER, or another model with a `base` (section 5)
+#     make_dataset(source, args)                  what `two_view_dataset` returns
+#     make_optimizer(model, args)                 what `adamw` returns
+#     set_learning_rate(optimizer, args, epoch)   called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
-    """Run or continue a training; returns the path of its checkpoint. ser.py itself calls
-    `train(args)`. Methods in paper/methods bring functions of their own:
-
-    build(args): the model, which is SER, or another one with a `base` (section 5).
-    make_dataset(source, args): what `two_view_dataset` returns.
-    make_optimizer(model, args): what `adamw` returns.
-    set_learning_rate(optimizer, args, epoch): called before every step."""
+    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
     # Images and steps. The code is read first, as its file may soon be edited.
     code = code_checksum()
     device = setup()
@@ -1070,21 +1070,17 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
         ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code)
-    checkpoint = Path(args.out, "last.pt")
-    start = 0
-    if checkpoint.exists():
-        start = resume(checkpoint, vars(settings), model, optimizer)
+    path = Path(args.out, "last.pt")
+    start = resume(path, vars(settings), model, optimizer) if path.exists() else 0
 
     # A loader of all batches that are left, over all epochs; the log and the bar.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
-    log, bar = open_log(checkpoint.with_name("log.jsonl"), settings, start)
-    if rank == 0:
-        print_plan(settings, start)
+    log, bar = open_log(path.with_name("log.jsonl"), settings, start)
+    print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
-        # Learning rate and momentum encoder.
         set_learning_rate(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
@@ -1092,7 +1088,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         loaded = [(pixels.to(device, non_blocking=True), aug) for pixels, aug in loaded]
         views = make_views(loaded, args, step)
         if step == 0 and rank == 0 and views[0].b2 is not None:
-            save_views(checkpoint.with_name("views.png"), views, args.patch_size)
+            save_views(path.with_name("views.png"), views, args.patch_size)
 
         # Forward. The seed is for base methods that sample there, as in paper/methods/dino.py.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
@@ -1105,20 +1101,18 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         optimizer.step()
         bar.update(args.batch_size)
 
-        # Log, the first step as well, and save. A logged loss that is not finite ends the run,
-        # before weights are saved.
+        # Log and save. A logged loss that is not finite ends the run, before weights are saved.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(checkpoint, step=done, steps=steps, settings=vars(settings),
-                 model=model.state_dict(), encoder=model.base.encoder.state_dict(),
-                 optimizer=optimizer.state_dict())
+            save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
+                 encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    return checkpoint
+    return path
 
 
 # ==== 9. Around it: files, hue and blur, synthetic images, checks, output =============
@@ -1284,7 +1278,11 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 
 
 def print_plan(settings: Namespace, start: int) -> None:
-    """Say what is trained, and what L_equiv would be at chance."""
+    """Say on rank 0 what is trained, and what L_equiv would be at chance."""
+    _, rank = ranks_and_rank()
+    if rank > 0:
+        return
+
     print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; a batch has "
           f"{settings.batch_size}, {settings.b2} of them moved (b2); the run begins at step "
           f"{start} of {settings.steps}")
