@@ -93,9 +93,9 @@ SCALE_ASPECT = (3 / 4, 4 / 3)              # its columns / rows
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. In place of the
-    scaling's factors, it has the size of the result, to which `rho` resizes a map of any
-    size. So it is not an element of G alone."""
+    """How each image moves: by a flip, then quarter turns, then a scaling. In place of
+    the scaling's factors, it has the size of the result, to which `rho` resizes a map
+    of any size. So it is not an element of G alone."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -165,8 +165,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid, and the flags choose.
-    # `contiguous` keeps the memory layout of x. Otherwise all results would have that of a turned
-    # map, in which later sums round differently.
+    # `contiguous` keeps the memory layout of x. Otherwise all results would have that of
+    # a turned map, in which later sums round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -302,8 +302,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view: in the loader, numbers for one image; of a batch, after
-    PyTorch's collate function, a tensor (B,) in each field. The defaults do nothing."""
+    """What was sampled for a view: in the loader, numbers for one image; of a batch,
+    after PyTorch's collate function, a tensor (B,) in each field. The defaults do nothing."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -343,8 +343,8 @@ def prepare_view(image: Tensor, settings: ViewSettings,
 
 
 def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Add the numbers of a jitter to `aug`, which has the crop of a view, if there is one.
-    `jitter_and_normalise` applies them."""
+    """Add the numbers of a jitter to `aug`, which has the crop of a view, if there is
+    one. `jitter_and_normalise` applies them."""
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -880,9 +880,9 @@ def arguments() -> ArgumentParser:
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the main setting, the next two flags both name the last block of f1. Ablations move both,
-    # or the first alone; paper/experiments/sweep.py has their flags. MoCo-v3 with our ViT is
-    # --ratio 0 --cls-layer 0.
+    # In the main setting, the next two flags both name the last block of f1. Ablations
+    # move both, or the first alone; paper/experiments/sweep.py has their flags. MoCo-v3
+    # with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -1038,9 +1038,9 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their own in
-# place of its four defaults:
-#     build(args)                                 SER, or another model with a `base` (section 5)
+# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their
+# own in place of its four defaults:
+#     build(args)                                 a model with a `base` (section 5)
 #     make_dataset(source, args)                  what `two_view_dataset` returns
 #     make_optimizer(model, args)                 what `adamw` returns
 #     set_learning_rate(optimizer, args, epoch)   called before every step
@@ -1065,7 +1065,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # What checkpoint and log say of the run: its flags, and facts such as the number of images.
+    # What checkpoint and log say of the run: its flags, and facts such as its images.
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
