@@ -47,8 +47,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
-from torchvision.datasets import DatasetFolder, ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension
+from torchvision.datasets.folder import IMG_EXTENSIONS, DatasetFolder, ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -171,28 +170,24 @@ class ClassFolder(ImageFolder):
     def is_image(self, path: str) -> bool:
         """Whether ImageFolder is to take a file."""
         hidden = "/." in path.removeprefix(self.root)
-        return not hidden and has_file_allowed_extension(path, IMG_EXTENSIONS)
+        return not hidden and path.lower().endswith(IMG_EXTENSIONS)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The folders of root, and the label of each, from which ImageFolder makes its list."""
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
-        names = self.names_of_labels(folders)
+        names = self.train_classes or folders     # of labels 0, 1, ...
+
+        # If no folder has the name of a class, names are labels, as in ImageNet-V2. Without a 0,
+        # all may be off by one.
+        if set(folders).isdisjoint(names):
+            if "0" not in folders:
+                sys.exit(f"{self.root}: no folder has the name of a training class, or label 0")
+            names = [str(label) for label in range(len(names))]
+
         for folder in folders:
             if folder not in names:
                 sys.exit(f"{self.root}: the training images have no class {folder}")
         return folders, {folder: names.index(folder) for folder in folders}
-
-    def names_of_labels(self, folders: list[str]) -> Sequence[str]:
-        """The name of each label's folder: its class or, as in ImageNet-V2, its number."""
-        classes = self.train_classes or folders
-        if not set(folders).isdisjoint(classes):
-            return classes
-
-        # No folder has the name of a class, so names are labels 0, 1, ... Without a 0, all may be
-        # off by one.
-        if "0" not in folders:
-            sys.exit(f"{self.root}: no folder has the name of a training class, or of the label 0")
-        return [str(label) for label in range(len(classes))]
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -561,8 +556,8 @@ def read_results(path: Path) -> dict:
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
              images: str) -> None:
-    """Add rows to the file of results, each with what made it. A row replaces an older one of
-    the same measurement."""
+    """Add rows to the file of results, each with what made it. A row replaces an older one
+    that differs from it in value and code alone."""
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait

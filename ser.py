@@ -28,8 +28,6 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-At a first reading, skip `equivariance_loss`, which ends section 4.
-
 Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
 except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
 of its CONFIG.md, except where a comment says otherwise. So "unlike MoCo-v3" also means
@@ -84,18 +82,15 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code, which then calls `equivariance_loss`, at the
-# end of 4. Of the imports above they need math, torch, nn, F, dist and NamedTuple.
+# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which ends section 6.
+# Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
-SCALE_AREA = (0.7, 1.3)                    # of a scaled image, relative to before
-SCALE_ASPECT = (3 / 4, 4 / 3)              # its columns / rows
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling. In place of
-    the scaling's factors, it has the size of the result, to which `rho` resizes a map
-    of any size. So it is not an element of G alone."""
+    """How each image moves: by a flip, then quarter turns, then a scaling, which is given
+    by the size of its result and not by its factors. So `rho` resizes maps to `grid`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -118,10 +113,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
     # Choice: we read the range [0.7, 1.3] of 4.1 as one of areas, as random resized crops
     # have it. The range of the aspect is the release's. We sample it log-uniformly.
-    least, most = SCALE_AREA
-    area = least + (most - least) * u
-    least, most = SCALE_ASPECT
-    aspect = least * (most / least) ** v
+    area = 0.7 + (1.3 - 0.7) * u
+    aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
     # Paper: 3.2, sides are whole tokens. Choice: they are rounded.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -176,15 +169,14 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The motion that takes view 1 and its maps to view 2 (3.1). It flips and turns
     them by g = g2 g1^-1, then resizes them to the grid of view 2."""
-    # Choice, unlike 3.1: a map is resized once, right to the grid of view 2. The scaling
-    # of view 1 is not undone before, as g1^-1 would do, since two resizes blur more.
-    #
-    # Let M be a flip and Q a quarter turn, so that M M = 1, and M Q = Q^-1 M. Without its
-    # scaling, the motion of a view is Q^t M^m, which is m = 0 or 1 flips, then t turns. So
-    #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
-    #              = Q^t2 M^m2 M^m1 Q^-t1
-    #              = Q^t2 M^m Q^-t1       where m is 1 if one of the views alone is flipped
-    #              = Q^(t2 - s t1) M^m    where s is -1 if m is 1, else 1
+    # A view is moved by S Q^t M^m, which is m = 0 or 1 flips M, then t quarter turns Q, then
+    # a scaling S. Two flips are none, M M = 1, and M Q = Q^-1 M. So
+    #     g2 g1^-1 = S2 Q^t2 M^m2 (S1 Q^t1 M^m1)^-1
+    #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
+    #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
+    #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
+    # Choice, unlike 3.1: one resize, right to the grid of view 2, in place of S1^-1 and S2,
+    # as two blur more.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -261,12 +253,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
                 yield items + [(epoch, index, True) for index in b2]
 
 
-# What becomes of an item:
-#
-#     ViewDataset[item]     [(pixels, Augmentation), (pixels, Augmentation)], for the two views
-#     the loader            the same for a batch, by PyTorch's collate function, which makes
-#                           pixels (B, 3, S, S) and tensors (B,) of numbers
-#     make_views            [View, View], where b2 is moved, and all images are jittered
+# `ViewDataset` makes two views of an item, and PyTorch's loader makes a batch of items.
+# `make_views` then moves b2 and jitters all images.
 #
 # The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
 #
@@ -689,29 +677,6 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     return patch_ntxent(z, z_prime, temperature)
 
 
-# For trainings that copy sections 1 and 4. If you read for the method, go on with section 5.
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
-                      patch: int, shared: torch.Generator, temperature: float = 0.3,
-                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv for other trainings, with the motions sampled and the images moved.
-    ser.py does not call it. On several ranks, gradients must be averaged, as DDP does.
-
-    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: a module or a function, which takes images of any size to maps (B, D, h / patch,
-        w / patch), with patch in pixels.
-    shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control without motion."""
-    grid = min(images1.shape[2:]) // patch
-    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
-    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-    # Choice: the jitter comes before the motion, as other trainings jitter in their loaders. In
-    # `make_views` it comes after.
-    h1 = f1(rho(g1, images1, patch))
-    h2 = f1(rho(g2, images2, patch))
-    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
-
-
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
@@ -829,38 +794,46 @@ class SER(nn.Module):
         return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
+# The method ends here. The next function is for trainings that are not ours.
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
+                      patch: int, shared: torch.Generator, temperature: float = 0.3,
+                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
+    """L_equiv of images: sample two motions for each, move two copies of it, and compare
+    the maps of `f1`. On several ranks, gradients must be averaged, as DDP does.
+
+    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
+        colour jitter of its own, and normalised. They should be squares; others are distorted.
+    f1: a module or a function, which takes images of any size to maps (B, D, h / patch,
+        w / patch), with patch in pixels.
+    shared: a generator that has the same seed on all ranks, each of which has B images.
+    elements: what moves the images; () is a control without motion."""
+    grid = min(images1.shape[2:]) // patch
+    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
+    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
+    # Choice: the jitter comes before the motion, as other trainings jitter in their loaders. In
+    # `make_views` it comes after.
+    h1 = f1(rho(g1, images1, patch))
+    h2 = f1(rho(g2, images2, patch))
+    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
+
+
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. Argparse prints their names, as in "--ratio: invalid share value: '2'".
-def nonnegative(text: str) -> float:
-    """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError
-    return value
+def number(name: str, kind: type, fits: Callable) -> Callable:
+    """A type of flags. Argparse prints its name, as in "--ratio: invalid share value: '2'"."""
+    def read(text: str) -> float:
+        value = kind(text)
+        if not fits(value):
+            raise ValueError
+        return value
+
+    read.__name__ = name
+    return read
 
 
-def positive(text: str) -> float:
-    """A number above 0."""
-    value = nonnegative(text)
-    if value == 0:
-        raise ValueError
-    return value
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    value = nonnegative(text)
-    if value > 1:
-        raise ValueError
-    return value
-
-
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+positive = number("positive", float, lambda value: 0 < value < math.inf)
+nonnegative = number("nonnegative", float, lambda value: 0 <= value < math.inf)
+share = number("share", float, lambda value: 0 <= value <= 1)
+count = number("count", int, lambda value: value >= 1)
 
 
 def arguments() -> ArgumentParser:
@@ -1324,8 +1297,9 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
     save_image(pairs.cpu() * STD + MEAN, path, nrow=2)
 
 
-def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
-    """The means of losses over ranks, all of which call this."""
+def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
+    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes.
+    Exits if the loss called `loss` is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
@@ -1333,14 +1307,9 @@ def mean_over_ranks(losses: dict[str, Tensor]) -> dict[str, float]:
         # Nothing reads this reference. It keeps the tensor, or torch 2.6 with gloo may hang when
         # the process ends: the thread that drops the tensor waits for Python, which waits for
         # the thread (see pytorch/pytorch#154976).
-        mean_over_ranks.last_reduced = values
-    return dict(zip(losses, (values / ranks).tolist()))
+        log_and_check.last_reduced = values
 
-
-def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes.
-    Exits if the loss called `loss` is not finite."""
-    means = mean_over_ranks(losses) | {"lr": lr}
+    means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
     bar.set_postfix(means)
     line = {"step": step, **means, "images_per_s": bar.format_dict["rate"]}
     print(json.dumps(line), file=log)

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import zlib
+from inspect import getsource
 from pathlib import Path
 
 import pytest
@@ -241,18 +242,17 @@ def test_group_names_the_elements_of_a_run():
     assert view.geometry.grid == (4, 4)
 
 
-def test_sections_1_and_4_work_where_they_are_copied_to():
+def test_the_loss_works_where_it_is_copied_to():
     sections = re.split("^(?=# ==== )", Path(ser.__file__).read_text(), flags=re.M)
     imports = """from typing import NamedTuple
 import math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
 """
     copied = {}
-    exec(imports + sections[1] + sections[4], copied)
+    exec(imports + sections[1] + sections[4] + getsource(ser.equivariance_loss), copied)
 
-    g = copied["sample_geometry"](3, 4, generator=seeded())
-    moved = copied["rho"](copied["relative"](g, g), noise(3, 6, 4, 4))
-    z = copied["projector"](6)(moved.flatten(2).mT)
-    assert same(copied["patch_ntxent"](z, z), patch_ntxent(z, z))
+    call = nn.Conv2d(3, 6, 4, 4), copied["projector"](6), *noise(2, 3, 3, 16, 16), 4
+    losses = [names["equivariance_loss"](*call, seeded()) for names in (copied, vars(ser))]
+    assert same(*losses)
 
 
 @parametrize("dtype", [torch.bfloat16, torch.float16])
