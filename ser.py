@@ -19,7 +19,8 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what does them:
+Sections 1 to 6 are the method, but for two operations of T, hue and blur, in section 9.
+These are the lines of Algorithm 1, and what does them:
     split the batch into b1 and b2            batch_items, of section 2
     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
     the embeddings, and f1's maps of b2       encode_view, of section 3
@@ -115,7 +116,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     # have it. The range of the aspect is the release's. We sample it log-uniformly.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
-    # Paper: 3.2, sides are whole tokens. Choice: they are rounded.
+    # Paper: 3.2, sides are whole tokens.
+    # Choice: they are rounded.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -132,7 +134,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # CPUs antialias these types alone. So others become float32, on all devices.
+    # CPUs antialias only these types, so others become float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -152,12 +154,12 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Flips and half turns keep the shape, so the flags can choose right away.
+    # Flips and half turns keep the shape, so each image can be chosen at once.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
-    # so each map and its quarter turn are both resized to g.grid, and the flags choose.
+    # so each map and its quarter turn are both resized to g.grid before one is chosen.
     # `contiguous` keeps the memory layout of x. Otherwise all results would have that of
     # a turned map, in which later sums round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
@@ -662,7 +664,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         same_image = anchor_image[:, None] == key_image                            # (B, R B)
         logits.masked_fill_(same_image[:, None, :, None], -torch.inf)
 
-        # For p of the positives, -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
+        # The mask took the positives as well, so they are added again. For one of them, p,
+        # -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
         log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
         return (torch.logaddexp(positives, log_sum) - positives).mean()
 
@@ -688,7 +691,7 @@ def mlp(*widths: int) -> nn.Sequential:
     end a BatchNorm without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
-    *hidden, out = widths
+    *hidden, out = widths     # hidden[0] is the input's
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(hidden):
         layers += [
