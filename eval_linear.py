@@ -3,21 +3,21 @@
     python eval_linear.py                          # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, with choices where that is silent. Flags ask for
-other things:
+The second line is the protocol of 4.1, with choices where that is silent. Beside --data,
+flags ask for other things:
 
-    flags              heads     learn from          20-NN   equivariance         time
-    no --data          linear    synthetic images    yes     of turns, after f1   a minute
-    --data alone       linear    random crops        yes     no                   hours
-    --cache            linear    one centre crop     yes     no                   minutes
-    --mlp              MLPs      random crops        yes     no                   hours
-    --mlp --cache      MLPs      one centre crop     yes     no                   minutes
-    --knn              none      -                   yes     no                   minutes
-    --equivariance     none      -                   no      after every block    minutes
+    flags              heads     learn from         20-NN   equivariance         time
+    none               linear    random crops       yes     no                   hours
+    --cache            linear    one centre crop    yes     no                   minutes
+    --mlp              MLPs      random crops       yes     no                   hours
+    --mlp --cache      MLPs      one centre crop    yes     no                   minutes
+    --knn              none      -                  yes     no                   minutes
+    --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Where equivariance is measured,
-two encoders are evaluated, in twice the time: that of the checkpoint and, for comparison,
-the untrained one that its run began with. Without --data, images are not cropped.
+--equivariance can be added to --cache, --mlp and --knn. Without --data, all take seconds:
+images are not cropped, and equivariance of turns, after f1, is measured in any case. Where
+equivariance is measured, two encoders are evaluated, in twice the time: that of the
+checkpoint and, for comparison, the untrained one that its run began with.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):

@@ -44,7 +44,7 @@ no gradient, as all tokens are detached when they are gathered. But that code de
 that the paper leaves open, so it is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-A few fields, arguments and functions here are for them alone, and say so.
+A few fields, arguments and functions here are for them alone.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -160,8 +160,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # `contiguous` keeps the memory layout of x. Otherwise all results would have that of
-    # a turned map, in which later sums round differently.
+    # `contiguous` gives the result the usual memory layout. Otherwise it would have that of a
+    # turned map, in which later sums round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -531,14 +531,15 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices, and a patch
-        # embedding that stays random (--stop-grad-conv1 in all its commands that pretrain ViTs).
+        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
-                for matrix in module.weight.flatten(1).chunk(matrices):     # views of the weight
+                for matrix in module.weight.flatten(1).chunk(matrices):     # parts of the weight
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
+        # Paper: 4.1, by --stop-grad-conv1, which all commands of MoCo-v3 that pretrain ViTs have:
+        # the patch embedding stays random.
         self.patch_embed.requires_grad_(False)
 
         # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
@@ -691,14 +692,13 @@ def mlp(*widths: int) -> nn.Sequential:
     end a BatchNorm without affine parameters."""
     # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
     # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
-    *hidden, out = widths     # hidden[0] is the input's
     layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(hidden):
+    for fan_in, fan_out in pairwise(widths):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    layers += [nn.Linear(hidden[-1], out, bias=False), nn.BatchNorm1d(out, affine=False)]
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # ends the last layer
     return nn.Sequential(*layers)
 
 
@@ -821,22 +821,37 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-def number(name: str, kind: type, fits: Callable) -> Callable:
-    """A type of flags. Argparse prints its name, as in "--ratio: invalid share value: '2'"."""
-    def read(text: str) -> float:
-        value = kind(text)
-        if not fits(value):
-            raise ValueError
-        return value
-
-    read.__name__ = name
-    return read
+# Types of flags. Argparse prints their names, as in "--ratio: invalid share value: '2'".
+def nonnegative(text: str) -> float:
+    """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
 
 
-positive = number("positive", float, lambda value: 0 < value < math.inf)
-nonnegative = number("nonnegative", float, lambda value: 0 <= value < math.inf)
-share = number("share", float, lambda value: 0 <= value <= 1)
-count = number("count", int, lambda value: value >= 1)
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = nonnegative(text)
+    if value == 0:
+        raise ValueError
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = nonnegative(text)
+    if value > 1:
+        raise ValueError
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def arguments() -> ArgumentParser:
@@ -1260,8 +1275,8 @@ def print_plan(settings: Namespace, start: int) -> None:
         return
 
     print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; a batch has "
-          f"{settings.batch_size}, {settings.b2} of them moved (b2); the run begins at step "
-          f"{start} of {settings.steps}")
+          f"{settings.batch_size}, {settings.b2} of them moved (b2); steps {start} to "
+          f"{settings.steps}")
 
     precision = "bfloat16" if settings.bf16 else "float32"
     line = (f"{settings.ranks} x {settings.device} in {precision}; "

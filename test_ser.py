@@ -643,7 +643,7 @@ def test_ranks_share_the_loss_for_other_trainings(several_ranks):
 
 def test_one_rank_prints(several_ranks):
     first, *others = [told for told, *_ in several_ranks[0]]
-    assert "at step 0" in first and "100%" in first and "images/s" in first
+    assert "steps 0 to" in first and "100%" in first and "images/s" in first
     assert set(others) == {""}
 
 
@@ -987,7 +987,7 @@ def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
     ser.train(args)
-    assert re.search(f"(?s){moved}.*by other code.*at step 10 of 10", capsys.readouterr().out)
+    assert re.search(f"(?s){moved}.*by other code.*steps 10 to 10", capsys.readouterr().out)
 
     (moved / "b").rename(moved / "c")     # which changes neither the names nor their order
     told = sentence(ser.train, args)

@@ -108,7 +108,8 @@ def show(args: Namespace) -> None:
         sys.exit("several rows are of one run and seed: show their files one after another")
     sweep.check_alike(rows)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
-    for baseline in ("control", "MoCo-v3"):
+    baselines = [name for name in ("control", "MoCo-v3") if name in args.names]
+    for baseline in baselines or ["control"]:
         print(f"\nin brackets the difference to {baseline}\n")
         print(sweep.table(rows, baseline))
     if args.figure:

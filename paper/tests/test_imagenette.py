@@ -147,6 +147,16 @@ def test_readmes_tables_are_what_is_printed(header, columns, name, capsys):
             assert numbers(cell) == pytest.approx(wanted), (title, run)
 
 
+def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
+    printed, = tables("imagenette-10", capsys, "--seeds", "0", "--names", "control", "SER-0.1")
+    text = (ser.Path(ser.__file__).parent / "README.md").read_text()
+    start = text.index("|  | control |")
+    header, *lines = [cells_of(line) for line in text[start:text.index("```", start)].splitlines()]
+    for title, *cells in lines:
+        for run, cell in zip(header, cells, strict=True):
+            assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
+
+
 def test_readme_repeats_tables_of_the_index():
     linear = {}     # header of a table -> run -> cell
     for header, columns, _ in TABLES:
