@@ -158,19 +158,22 @@ def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(
 
 
 def test_readme_repeats_tables_of_the_index():
-    linear = {}     # header of a table -> run -> cell
-    for header, columns, _ in TABLES:
-        cells = readme_table("paper/README.md", header).get("linear, top-1 %", [])
-        linear[header] = dict(zip(columns.split("; "), cells))
+    columns = {header: names.split("; ") for header, names, _ in TABLES}
 
-    table = readme_table("README.md", "| linear accuracy, % |").values()
-    hundred, float32, *others, _ = table
+    def repeated(header, title):
+        cells = readme_table("paper/README.md", header)[title]
+        runs = dict(zip(columns[header], cells, strict=True))
+        return [runs.get(run, "not run") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
+
+    hundred, float32, *others, _ = readme_table("README.md", "| linear accuracy, % |").values()
+    found = readme_table("README.md", "| patches found after").values()
+    blocks = {"| 100 epochs |": 2, "| 10 epochs |": 2, "| ViT-S/16, 60": 3, "| 200 classes, 16": 3}
+    for (header, block), linear, patches in zip(blocks.items(), [hundred, *others], found,
+                                                strict=True):
+        assert linear == repeated(header, "linear, top-1 %")
+        assert patches == repeated(header, f"retrieval with jitter %, rot90, block {block}")
     moco, control, ser_half = readme_table("paper/README.md", "| in float32")["linear, top-1 %"]
-    assert float32 == [moco, control, "-", ser_half]
-    headers = ("| 100 epochs |", "| 10 epochs |", "| ViT-S/16, 60", "| 200 classes, 16")
-    for header, cells in zip(headers, [hundred, *others], strict=True):
-        runs = linear[header]
-        assert cells == [runs.get(run, "-") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
+    assert float32 == [moco, control, "not run", ser_half]
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
