@@ -177,8 +177,8 @@ class ClassFolder(ImageFolder):
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
         names = self.train_classes or folders     # of labels 0, 1, ...
 
-        # If no folder has the name of a class, names are labels, as in ImageNet-V2. Without a 0,
-        # all may be off by one.
+        # If no folder has the name of a class, names are labels, as in ImageNet-V2. They count
+        # from 0. Without a 0, all are likely to be one too large.
         if set(folders).isdisjoint(names):
             if "0" not in folders:
                 sys.exit(f"{self.root}: no folder has the name of a training class, or label 0")
@@ -410,7 +410,7 @@ PART_SIZE = 32     # images at a time; `retrieval` looks for a token among their
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g
-    is `relative` of two motions, as in training. By some g, an image stays as it is."""
+    is `relative` of two motions, as in training. Some g leave an image as it is."""
     # Choice: the cosine is of each token, as A.2 does not say.
     # Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1: as in training,
     # g scales by g2 alone.
@@ -494,8 +494,11 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 
 
 # ==== 7. Results: rows that say what made them ========================================
-# A row is a dictionary with what was measured (`make_rows`), perhaps more that its script adds,
-# such as which encoder, and what made it (`provenance`, and the checksum of the code).
+# What a row has, and which function writes it:
+#     set, classes, block, measure, value    make_rows
+#     encoder                                evaluate; other scripts may write other keys
+#     weights, settings, images              provenance
+#     code                                   add_rows
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
     is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
@@ -664,7 +667,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images. Of fewer images, some are left out, so that all parts have the same size.
+    # Choice: 512 images or, of fewer, as many as fill parts of one size.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE

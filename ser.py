@@ -154,7 +154,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Flips and half turns keep the shape, so each image can be chosen at once.
+    # Flips and half turns keep the shape, so `where` can choose for each image.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
@@ -343,7 +343,7 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
         # Choice: MoCo-v3 blurs views of 224 pixels. Here sigma scales with the side S of a
-        # view, for b2 with that before its motion.
+        # view. For b2, this is the side before its motion.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
@@ -353,7 +353,8 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
 @dataclass
 class ViewDataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. source: paths, or images (n, 3, h, w) uint8."""
+    Augmentation. It has no length, as `batch_items` says what there is.
+    source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
     seed: int
@@ -451,7 +452,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
 
-    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)     # which images
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
     if len(to_blur) > 0:
         x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
 
@@ -538,12 +539,12 @@ class ViT(nn.Module):
                 for matrix in module.weight.flatten(1).chunk(matrices):     # parts of the weight
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
-        # Paper: 4.1, by --stop-grad-conv1, which all commands of MoCo-v3 that pretrain ViTs have:
-        # the patch embedding stays random.
+        # Choice: the patch embedding stays random, as in all commands of MoCo-v3 that pretrain
+        # ViTs (--stop-grad-conv1).
         self.patch_embed.requires_grad_(False)
 
         # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
-        # are learned, resized to the grids of b2, and there is none for [CLS], as in the release.
+        # are learned, and resized to the grids of b2, as in the release. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -1010,7 +1011,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "device",                                # a run may move, with the same --bf16
-        "code")                                  # reported below, as data is
+        "code")                                  # a change is reported below, as is one of data
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1048,7 +1049,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     steps_per_epoch = len(source) // args.batch_size
     steps = max(1, round(args.epochs * steps_per_epoch))
 
-    # Model and optimizer, as they begin or from the last checkpoint.
+    # Model and optimizer.
     model = build(args).to(device)
     if ranks > 1 and device.type == "cuda":     # CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -1191,8 +1192,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: all kernels of a batch have one size. In images of 224 pixels they reach to 6, three
-    # times the largest sigma, and in larger images further.
+    # Choice: all kernels of a batch reach to three times the largest sigma, which is 6 pixels in
+    # images of 224.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
