@@ -323,18 +323,15 @@ def prepare_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Crops become squares. Paper: 3.2, b2 is not cropped. Choice: whole images become squares,
-    # too, so that a batch is one tensor. So images of b2 are resized twice, here and by `rho`.
+    # Crops become squares.
+    # Paper: 3.2, b2 is not cropped.
+    # Choice: whole images become squares, too, so that a batch is one tensor. So images of b2
+    # are resized twice, here and by `rho`.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    return pixels, sample_jitter(aug, settings)
-
-
-def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
-    """Add the numbers of a jitter to `aug`, which has the crop of a view, if there is
-    one. `jitter_and_normalise` applies them."""
+    # The photometric jitter, which `jitter_and_normalise` applies.
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -347,7 +344,7 @@ def sample_jitter(aug: Augmentation, settings: ViewSettings) -> Augmentation:
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
-    return aug._replace(gray=gray, solarize=solarize)
+    return pixels, aug._replace(gray=gray, solarize=solarize)
 
 
 @dataclass
@@ -437,17 +434,15 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     # These are the operations of torchvision's colour jitter, with a factor of its
     # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
     # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
-    operations = ("brightness", "contrast", "saturation", "hue")
-    for place in order.tolist():
-        operation = operations[place]
-        if operation == "brightness":       # towards black, or away from it
+    for operation in order.tolist():
+        if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
-        elif operation == "contrast":       # towards the mean gray, or away from it
+        elif operation == 1:     # contrast: towards the mean gray, or away from it
             mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
             x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
-        elif operation == "saturation":     # towards the gray of each pixel, or away from it
+        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
             x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
-        elif operation == "hue":            # section 9 has this, and the blur
+        else:                    # hue: section 9 has this, and the blur
             x = shift_hue(x, per_image(aug.hue, x))
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
