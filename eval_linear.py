@@ -47,7 +47,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, DatasetFolder, ImageFolder
+from torchvision.datasets import DatasetFolder, ImageFolder
+from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -170,7 +171,7 @@ class ClassFolder(ImageFolder):
     def is_image(self, path: str) -> bool:
         """Whether ImageFolder is to take a file."""
         hidden = "/." in path.removeprefix(self.root)
-        return not hidden and path.lower().endswith(IMG_EXTENSIONS)
+        return not hidden and is_image_file(path)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The folders of root, and the label of each, from which ImageFolder makes its list."""
