@@ -10,7 +10,7 @@ import eval_linear
 import ser
 from paper.evaluations import load_several
 from paper.experiments import imagenette
-from paper.tests.toys import FLAGS, cells_of, class_folders, readme_table, run_scripts_here
+from paper.tests.toys import FLAGS, class_folders, readme_table, run_scripts_here, table_of
 from test_ser import paste, sentence, write_image
 
 FOLDER = ser.Path(imagenette.__file__).parent
@@ -102,19 +102,17 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
 
 
 def tables(name, capsys, *flags):
-    """The two tables that are printed of a file, each title -> run -> cell."""
+    """The tables that are printed of a file."""
     imagenette.main(imagenette.settings(["--show", str(FOLDER / f"{name}.json"), *flags]))
     _, *texts = capsys.readouterr().out.split("the difference to")
-    for text in texts:
-        lines = [cells_of(line) for line in text.splitlines() if "|" in line]
-        yield {title: dict(zip(lines[0], cells)) for title, *cells in lines[2:]}
+    return [table_of(text) for text in texts]
 
 
 def printed_title(title):
-    """That of `20-NN, top-1 %`, or of `retrieval, rot90, block 2`."""
+    """That of `20-NN, top-1 %`, or of `retrieval %, rot90, block 2`."""
     if "block" in title:
-        kind, element, block = title.replace(" %,", ",").removesuffix(", %").split(", ")
-        return f"{element} {kind}{' %' * (kind != 'cosine')}, {block}"
+        kind, element, block = title.split(", ")
+        return f"{element} {kind}, {block}"
     if ", rotated images" in title:
         title = "turned " + title.replace(", rotated images", "")
     return title.replace(",", "")
@@ -124,56 +122,46 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"-?\d*\.\d+", cell)]
 
 
-TABLES = [     # of paper/README: header, the runs of its columns, and the file of its rows
-    ("| 10 epochs |",
-     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "imagenette-10"),
-    ("| 100 epochs |",
-     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "imagenette-100"),
-    ("| matching, ten",
-     "MoCo-v3; turned; turned-SER; turned-control; control; SER-0.1; SER", "matching-10"),
-    ("| matching, 100", "MoCo-v3; turned; turned-SER; control; SER", "matching-100"),
-    ("| 200 classes, 16",
-     "untrained; MoCo-v3; turned; turned-SER; control; SER-0.1; SER", "tiny"),
-    ("| ViT-S/16, 60", "untrained; MoCo-v3; control; SER", "vit-s")]
+TABLES = {     # of paper/README: what their headers begin with, and the file of their rows
+    "| 10 epochs |": "imagenette-10", "| 100 epochs |": "imagenette-100",
+    "| matching, ten": "matching-10", "| matching, 100": "matching-100",
+    "| 200 classes, 16": "tiny", "| ViT-S/16, 60": "vit-s"}
+RUNS = {     # those that have other titles there
+    "rotated crops": "turned", "SER on rotated crops": "turned-SER",
+    "the same, lambda 0": "turned-control", "SER, lambda .1": "SER-0.1", "SER, lambda .5": "SER"}
 
 
-@pytest.mark.parametrize("header, columns, name", TABLES)
-def test_readmes_tables_are_what_is_printed(header, columns, name, capsys):
-    printed, _ = tables(name, capsys)
+@pytest.mark.parametrize("header", TABLES)
+def test_readmes_tables_are_what_is_printed(header, capsys):
+    printed, _ = tables(TABLES[header], capsys)
     for title, cells in readme_table("paper/README.md", header).items():
         line = next(line for line in printed if line.startswith(printed_title(title)))
-        for run, cell in zip(columns.split("; "), cells, strict=True):
-            wanted = numbers(printed[line][run])[:2 if "±" in cell else 1]     # mean and std
+        for run, cell in cells.items():
+            wanted = numbers(printed[line][RUNS.get(run, run)])
+            wanted = wanted[:2 if "±" in cell else 1]     # mean and std
             assert numbers(cell) == pytest.approx(wanted), (title, run)
 
 
 def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
     printed, = tables("imagenette-10", capsys, "--seeds", "0", "--names", "control", "SER-0.1")
-    text = (ser.Path(ser.__file__).parent / "README.md").read_text()
-    start = text.index("|  | control |")
-    header, *lines = [cells_of(line) for line in text[start:text.index("```", start)].splitlines()]
-    for title, *cells in lines:
-        for run, cell in zip(header, cells, strict=True):
+    for title, cells in readme_table("README.md", "|  | control |").items():
+        for run, cell in cells.items():
             assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
 
 
 def test_readme_repeats_tables_of_the_index():
-    columns = {header: names.split("; ") for header, names, _ in TABLES}
-
-    def repeated(header, title):
+    def check(row, header, title):
         cells = readme_table("paper/README.md", header)[title]
-        runs = dict(zip(columns[header], cells, strict=True))
-        return [runs.get(run, "not run") for run in ("MoCo-v3", "control", "SER-0.1", "SER")]
+        runs = ("MoCo-v3", "control", "SER, lambda .1", "SER, lambda .5")
+        assert [*row.values()] == [cells.get(run, "not run") for run in runs]
 
     hundred, float32, *others, _ = readme_table("README.md", "| linear accuracy, % |").values()
+    check(float32, "| in float32", "linear, top-1 %")
     found = readme_table("README.md", "| patches found after").values()
     blocks = {"| 100 epochs |": 2, "| 10 epochs |": 2, "| ViT-S/16, 60": 3, "| 200 classes, 16": 3}
-    for (header, block), linear, patches in zip(blocks.items(), [hundred, *others], found,
-                                                strict=True):
-        assert linear == repeated(header, "linear, top-1 %")
-        assert patches == repeated(header, f"retrieval with jitter %, rot90, block {block}")
-    moco, control, ser_half = readme_table("paper/README.md", "| in float32")["linear, top-1 %"]
-    assert float32 == [moco, control, "not run", ser_half]
+    for header, linear, patches in zip(blocks, [hundred, *others], found, strict=True):
+        check(linear, header, "linear, top-1 %")
+        check(patches, header, f"retrieval with jitter %, rot90, block {blocks[header]}")
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
@@ -198,12 +186,12 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
 def test_the_encoders_that_are_here_are_those_of_the_rows():
     args = ser.Namespace(checkpoint=None, label=None, out="", data="any")
     for encoder, label in zip(load_several(args), args.label, strict=True):
-        name = {"rotated crops": "turned", "SER on rotated crops": "turned-SER"}.get(label, label)
+        name = RUNS.get(label, label)
         weights = {row["weights"] for row in rows_of("imagenette-100") if row["run"] == name}
         assert weights == {encoder.fingerprint}
 
 
-@pytest.mark.parametrize("name", [name for *_, name in TABLES])
+@pytest.mark.parametrize("name", TABLES.values())
 def test_all_rows_name_weights_and_no_two_runs_have_the_same(name):
     runs = {(row["weights"], row["run"]) for row in rows_of(name)}
     assert len(dict(runs)) == len(runs) >= 4 and None not in dict(runs)
@@ -217,7 +205,7 @@ def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(capsys)
               (over_moco, linear, "control"), (over_moco, "20-NN top-1 %, block 6", "SER")]
     wanted = [numbers(table[line][run])[2:] for table, line, run in places]
     claims = readme_table("paper/README.md", "| claim | the paper, ImageNet |").values()
-    assert [numbers(here) for _, here, _ in claims][:len(wanted)] == wanted
+    assert [numbers(claim["here"]) for claim in claims][:len(wanted)] == wanted
 
 
 def test_readmes_line_sorts_the_images_of_tiny_imagenet(tmp_path):

@@ -183,7 +183,7 @@ def test_readmes_table_is_what_the_rows_say():
                 "rot90 retrieval with jitter",
                 *[f"rot90 retrieval with jitter, ordinary pass, block {b}" for b in (2, 6)]]
     for title, cells in readme_table("paper/README.md", "| pasted").items():
-        for measure, cell in zip(measures, cells, strict=True):
+        for measure, cell in zip(measures, cells.values(), strict=True):
             scale = 100 if "retrieval" in measure else 1
             values = [scale * row[measure] for row in rows if title == f"weight {row['weight']:g}"]
             wanted = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

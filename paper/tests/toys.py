@@ -73,16 +73,17 @@ def values(path, **keys):
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
 
-def cells_of(line):
-    """The cells of a line of a table."""
-    return line.strip("| ").split(" | ")
+def table_of(text):
+    """The title of a line -> the title of a column -> the cell, of a table in Markdown."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line[:2] == "| "]
+    _, *columns = lines[0]
+    return {title: dict(zip(columns, cells, strict=True)) for title, *cells in lines[1:]}
 
 
 def readme_table(readme, header):
-    """The table below a line that begins with `header`: the title of a line -> its cells."""
+    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
-    lines = text[text.index(header):].split("\n\n")[0].splitlines()[2:]
-    return {title: rest for title, *rest in map(cells_of, lines)}
+    return table_of(text[text.index(header):].split("\n\n")[0])
 
 
 def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
