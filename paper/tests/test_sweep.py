@@ -92,21 +92,15 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
-    read = eval_linear.read_results
-
-    def slowly(path):
-        found = read(path)
-        time.sleep(0.05)     # in which the others would read the same
-        return found
-
-    monkeypatch.setattr(eval_linear, "read_results", slowly)
+    # It is called between reading and writing, when the others would have read the same.
+    monkeypatch.setattr(eval_linear, "provenance", lambda args, *_: time.sleep(0.05) or vars(args))
     checkpoint = eval_linear.Checkpoint(None, "weights", 7, {})
     path = tmp_path / "eval.json"
     with ThreadPoolExecutor() as threads:
         for seed in range(4):
             args = ser.Namespace(seed=seed)
             threads.submit(eval_linear.add_rows, path, [{"value": 1}], args, checkpoint, "images")
-    assert len(read(path)["rows"]) == 4
+    assert len(eval_linear.read_results(path)["rows"]) == 4
 
 
 @pytest.mark.parametrize("script, flags, told", [
