@@ -1,11 +1,9 @@
-import json
-
 import numpy
 import pytest
 from PIL import Image
 
+import eval_linear
 import ser
-from eval_linear import Seeded
 from paper.evaluations import bench3die
 from paper.tests.toys import call, toy_checkpoint, values
 from test_ser import sentence
@@ -55,7 +53,7 @@ def test_the_split_is_that_of_the_list(args):
     assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)
     gone.with_name("elsewhere").rename(gone)
 
-    drawn = {seen(Seeded(crops, 0, epoch)[3]) for epoch in range(500)}
+    drawn = {seen(eval_linear.Seeded(crops, 0, epoch)[3]) for epoch in range(500)}
     assert len(crops) == len(others)
     assert drawn == set(listed(["02747177/a"], range(50)))
 
@@ -64,7 +62,7 @@ def test_the_command(args, tmp_path, capsys):
     line = f"--data {args.data} --split {args.split} --epochs 40 --batch-size 8 --checkpoint"
     call(bench3die, line, toy_checkpoint(tmp_path, dim=64))
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
-    row, *_ = json.loads((tmp_path / "bench3die.json").read_text())["rows"]
+    row, *_ = eval_linear.read_results(tmp_path / "bench3die.json")["rows"]
     split = ser.checksum(sorted(numpy.load(args.split).tolist()))
     assert row["images"].endswith(f", split {split}")
     told = " ".join(capsys.readouterr().out.split())

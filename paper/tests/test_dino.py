@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ser
 from paper.methods import dino
@@ -76,7 +75,7 @@ def test_the_student_alone_has_stochastic_depth(encoder, most):
     for block, share in zip(getattr(model.base, encoder).blocks, (0, most / 2, most)):
         for layer in (block.attn.proj, block.mlp.fc2):
             x = noise(2000, 2, layer.in_features)
-            branch = F.linear(x, layer.weight, layer.bias)
+            branch = torch.nn.functional.linear(x, layer.weight, layer.bias)
             found = layer(x)
             left_out = found.eq(0).all(2).all(1)
             assert left_out.float().mean() == pytest.approx(share, abs=0.03)

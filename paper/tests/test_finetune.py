@@ -3,7 +3,6 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
 import eval_linear
 import ser
@@ -44,7 +43,7 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     model = model_of(tmp_path)
     seeds = set()     # of stochastic depth
     model.register_forward_pre_hook(lambda *_: seeds.add(torch.initial_seed()))
-    finetune.train(model, TensorDataset(images, labels), args, {}, tmp_path / "finetune.pt")
+    finetune.train(model, [*zip(images, labels)], args, {}, tmp_path / "finetune.pt")
     assert keys == [(3, 0), (3, 1)] and len(seeds) == 6
 
     plain = model_of(tmp_path)

@@ -2,7 +2,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import eval_linear
 import ser
@@ -18,7 +17,7 @@ PHOTO = torch.stack([*torch.meshgrid(AXIS, AXIS, indexing="ij"), torch.ones(2 * 
 def place(x):
     """Maps of unit tokens that are the nearer, the nearer their mean red and green are. Both are
     twice those of x, and those of images that were not halved first give no number."""
-    red_and_green = F.avg_pool2d(2 * x, PATCH)[:, :2] - 0.5
+    red_and_green = torch.nn.functional.avg_pool2d(2 * x, PATCH)[:, :2] - 0.5
     third = (1 - red_and_green.square().sum(1, keepdim=True)).sqrt()
     return torch.cat([red_and_green, third], dim=1)
 

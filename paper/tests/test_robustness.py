@@ -1,14 +1,11 @@
-import json
 import re
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torchvision.transforms.functional as TF
 
 import eval_linear
-import ser
 from paper.evaluations import robustness
 from paper.tests.toys import (
     CLASSES, become_rank, call, class_folders, toy_checkpoint, toy_head, values)
@@ -93,7 +90,7 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
 
     with pytest.raises(FileNotFoundError):
         call(robustness, line)
-    top1, _ = json.loads((tmp_path / "robustness.json").read_text())["rows"]
+    top1, _ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
     assert (top1["head"]["lr"], top1["head"]["settings"]["lr"]) == (0.1, [0.1, 1.0])
     assert top1["head"]["images"] == "train: 9 images"     # from which it learned
     assert top1["head"]["fingerprint"] != top1["weights"]
@@ -112,7 +109,8 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     resized = []
     for number in range(6):
         label = 1 + number // 2
-        frames = F.interpolate(pixels(1 + number, 3, 4, 4, seed=number), (24, 24))
+        colours = pixels(1 + number, 3, 4, 4, seed=number)
+        frames = colours.repeat_interleave(6, dim=2).repeat_interleave(6, dim=3)
         path = tmp_path / "tilt" / CLASSES[label] / f"{number}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
         first, *others = [TF.to_pil_image(frame) for frame in frames]

@@ -2,7 +2,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
 
 import eval_linear
 import ser
@@ -16,7 +15,7 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     images = pixels(70, 3, 16, 16)
-    found = version_features(encoder, TensorDataset(images, images), [1, 3], 0)
+    found = version_features(encoder, [*zip(images, images)], [1, 3], 0)
     for version in range(5):
         flip = torch.full((70,), version == 4)
         g = ser.Geometry(flip, torch.full((70,), version % 4), (4, 4))
@@ -62,7 +61,7 @@ def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeyp
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
         data = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
-        spread.append(Subset(data, torch.linspace(0, 17, n).long().tolist()))
+        spread.append(eval_linear.spread(data, n))
 
     def sums(train, test, versions, seed):
         return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
