@@ -6,10 +6,19 @@ import torch
 import torchvision.transforms.functional as TF
 
 import eval_linear
+import ser
 from paper.evaluations import robustness
-from paper.tests.toys import (
-    CLASSES, become_rank, call, class_folders, toy_checkpoint, toy_head, values)
-from test_ser import pixels, sentence, write_image
+from paper.tests.toys import CLASSES, become_rank, call, class_folders, toy_checkpoint, values
+from test_ser import TOY, noise, pixels, sentence, write_image
+
+
+def toy_head(checkpoint, name="head-toy.pt"):
+    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
+    path = ser.Path(checkpoint).with_name(name)
+    weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
+    ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
+             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
+    return str(path)
 
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():

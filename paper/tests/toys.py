@@ -1,4 +1,4 @@
-"""What the tests of paper/ share: toy checkpoints, heads, and folders of images."""
+"""What the tests of paper/ share: toy checkpoints, and folders of images."""
 import contextlib
 import json
 import subprocess
@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import eval_linear
 import ser
 from paper.experiments import imagenette
-from test_ser import TOY, noise, pixels, write_checkpoint, write_image
+from test_ser import pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
 # A training of a moment, on 16 images or so, as words of a command line.
@@ -25,15 +24,6 @@ def toy_checkpoint(folder, **settings):
     Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return str(write_checkpoint(Path(folder), **settings))
-
-
-def toy_head(checkpoint, name="head-toy.pt"):
-    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
-    path = Path(checkpoint).with_name(name)
-    weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
-    ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
-             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
-    return str(path)
 
 
 def call(module, *words):
