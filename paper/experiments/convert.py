@@ -21,11 +21,9 @@ def from_timm(state: dict, heads: int) -> dict:
     """Our checkpoint of timm's or moco-v3's; heads: 0 if the command line does not tell."""
     heads = state.get("heads", heads)     # as --to-timm stored it
     state = state.get("state_dict", state.get("model", state))
-    prefix = "module.base_encoder."
-    if f"{prefix}cls_token" in state:
-        state = {name.removeprefix(prefix): weight for name, weight in state.items()
-                 if name.startswith(prefix)}
-    weights = {name: weight for name, weight in state.items() if not name.startswith("head")}
+    prefix = "module.base_encoder." if "module.base_encoder.cls_token" in state else ""
+    weights = {name.removeprefix(prefix): weight for name, weight in state.items()
+               if name.startswith(prefix) and not name.startswith(f"{prefix}head")}
 
     rows = weights["pos_embed"]                                         # (1, 1 + g g, D)
     weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # [CLS] has no other here
