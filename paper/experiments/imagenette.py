@@ -18,7 +18,6 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,9 +51,9 @@ def plain_attention(words: list[str]) -> None:
         runpy.run_module(sys.argv[0].removesuffix(".py"), run_name="__main__", alter_sys=True)
 
 
-def draw(rows: list[dict]) -> Any:
-    """A figure of matplotlib's with bars for each run: how many rotated patches it finds after
-    the first block that was measured and after the last one, and its accuracies."""
+def draw(rows: list[dict]):
+    """A figure of matplotlib's with bars for each run: the rotated patches it finds after the
+    first and the last block that were measured, and its accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})
@@ -78,16 +77,13 @@ def draw(rows: list[dict]) -> Any:
     columns = figure.subplots(1, len(panels), sharey=True)
     for axes, (measure, block, title) in zip(columns, panels):
         factor = 100 if measure == found else 1
-        values = []
-        for run in runs:
-            seeds = sweep.select(rows, run, measure, block)
-            values.append(factor * mean(seeds.values()))
+        of_runs = [sweep.select(rows, run, measure, block) for run in runs]
+        values = [factor * mean(seeds.values()) for seeds in of_runs]
 
         bars = axes.barh(places, values, color=colors)
         axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.set_title(title, fontsize="medium", loc="left")
-        axes.set_xlim(0, 110)     # room for numbers
-        axes.set_xticks([])
+        axes.set(xlim=(0, 110), xticks=[])     # with room for numbers
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
