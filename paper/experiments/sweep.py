@@ -101,9 +101,8 @@ def own_rows(words: list[str], out: str, images: str) -> list[dict]:
     checkpoint = eval_linear.read_checkpoint(args)
     weights = [checkpoint.fingerprint, eval_linear.untrained(checkpoint).fingerprint]
 
-    settings = json.loads(json.dumps(vars(args)))     # as they are in the file
     rows = eval_linear.read_results(Path(out, "eval.json"))["rows"]
-    own = [row for row in rows if row["settings"] == settings and row["images"] == images
+    own = [row for row in rows if row["settings"] == vars(args) and row["images"] == images
            and row["weights"] in weights]
     if not any(row["weights"] == checkpoint.fingerprint for row in own):
         return []     # the run went on after the evaluation, or was made anew
@@ -164,8 +163,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
 
 def check_alike(rows: list[dict]) -> None:
-    """Exit with one sentence if rows are not to stand in one table, and say if their code differs,
-    which may matter or not."""
+    """Exit with one sentence if rows should not share a table, and say if their code differs."""
     if len({code for row in rows for code in row.get("code", [])}) > 1:
         print("several versions of the code measured these rows; delete the eval.json of a run to "
               "measure it anew")
@@ -174,11 +172,10 @@ def check_alike(rows: list[dict]) -> None:
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
 
-    own: dict = {}     # run -> its script and flags
-    for row in rows:
-        first = own.setdefault(row["run"], row["own"])
-        if row["own"] != first:
-            sys.exit(f"{row['run']} has rows of {first}, and of {row['own']}")
+    for run in {row["run"] for row in rows}:
+        found = {row["own"] for row in rows if row["run"] == run}     # script and flags
+        if len(found) > 1:
+            sys.exit(f"{run} has rows of other flags: {'; '.join(sorted(found))}")
 
 
 def select(rows: list[dict], run: str, measure: str, block: int) -> dict[int, float]:
