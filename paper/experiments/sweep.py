@@ -223,8 +223,7 @@ def arguments(program: str) -> ArgumentParser:
     add = parser.add_argument
     add("--out", default=f"runs/{program}", help="folder of the runs")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of all runs")
-    add("--launcher", default=shlex.quote(sys.executable),
-        help="what runs a script: python, or torchrun")
+    add("--launcher", default=shlex.quote(sys.executable), help="python, or torchrun")
     add("--workers", type=int, default=8, help="loader processes")
     add("--print", action="store_true", help="only print the command lines")
     return parser
