@@ -56,11 +56,11 @@ def draw(rows: list[dict]):
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})
-    found = "rot90 retrieval with jitter"
-    panels = [(found, blocks[0], f"patches found, block {blocks[0]}, %"),
-              (found, blocks[-1], f"patches found, block {blocks[-1]}, %"),
-              ("linear top-1 %", blocks[-1], "accuracy, upright, %"),
-              ("turned linear top-1 %", blocks[-1], "accuracy, rotated, %")]
+    found = "rot90 retrieval with jitter"     # a share
+    panels = [(found, blocks[0], 100, f"patches found, block {blocks[0]}, %"),
+              (found, blocks[-1], 100, f"patches found, block {blocks[-1]}, %"),
+              ("linear top-1 %", blocks[-1], 1, "accuracy, upright, %"),
+              ("turned linear top-1 %", blocks[-1], 1, "accuracy, rotated, %")]
 
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
@@ -74,8 +74,7 @@ def draw(rows: list[dict]):
 
     figure = Figure(figsize=(9.6, 2.4), layout="constrained")
     columns = figure.subplots(1, len(panels), sharey=True)
-    for axes, (measure, block, title) in zip(columns, panels):
-        factor = 100 if measure == found else 1
+    for axes, (measure, block, factor, title) in zip(columns, panels):
         of_runs = [sweep.select(rows, run, measure, block) for run in runs]
         values = [factor * mean(seeds.values()) for seeds in of_runs]
 
