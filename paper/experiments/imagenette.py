@@ -5,9 +5,10 @@
     python -m paper.experiments.imagenette --show paper/experiments/imagenette-100.json
 
 The first line runs all, on the copies that paper/README.md makes. The second prints its command
-lines, the third tables of given rows, which --figure draws. Rate and crop were chosen by MoCo-v3's
-accuracy alone. 16 of 128 images are in b2, 20 in the paper, as their number says with how many a
-token is compared, not their share. Flags of ser.py go to all runs. Processes can share the seeds.
+lines, the third tables of given rows, which --figure draws. Rate and crop were chosen by the
+accuracy of MoCo-v3 alone. 16 of 128 images are in b2, and 20 in the paper, as their number, not
+their share, says with how many images a token is compared. Flags of ser.py go to all runs. Several
+processes can share the seeds.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """
