@@ -157,7 +157,7 @@ def test_readme_repeats_tables_of_the_index():
 
     hundred, float32, *others, _ = readme_table("README.md", "| linear accuracy, % |").values()
     check(float32, "| in float32", "linear, top-1 %")
-    found = readme_table("README.md", "| patches found after").values()
+    found = readme_table("README.md", "| rotated and recoloured patches").values()
     blocks = {"| 100 epochs |": 2, "| 10 epochs |": 2, "| ViT-S/16, 60": 3, "| 200 classes, 16": 3}
     for header, linear, patches in zip(blocks, [hundred, *others], found, strict=True):
         check(linear, header, "linear, top-1 %")
