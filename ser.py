@@ -177,8 +177,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
     #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
     #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # Choice, unlike 3.1: one resize, right to the grid of view 2, in place of S1^-1 and S2,
-    # as two blur more.
+    # Choice, unlike 3.1: one resize, straight to the grid of view 2, in place of S1^-1 and
+    # S2, as two blur more.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4

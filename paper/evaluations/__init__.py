@@ -43,16 +43,13 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
         dist.destroy_process_group()
 
 
-def check_classes(data: str) -> None:
-    """Exit if `data` has train/CLASS/, so that train and val would be taken for classes."""
-    if any(path.is_dir() for path in Path(data, "train").glob("*")):
-        sys.exit(f"--data {data}: should be a folder of class folders, such as val in it")
-
-
 def load_several(args: Namespace) -> list[Checkpoint]:
     """The checkpoints of a comparison, by default those of `ENCODERS`. Results go beside the
     first, and labels are their paths, if the command line does not say otherwise."""
-    check_classes(args.data)
+    # With DATA/train/CLASS/, train and val would be taken for classes.
+    if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
+        sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
+
     if not args.checkpoint:
         folder = Path(__file__).parents[1] / "encoders"
         args.checkpoint = [str(folder / f"{name}.pt") for name in ENCODERS.values()]

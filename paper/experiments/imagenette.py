@@ -18,6 +18,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,7 +52,7 @@ def plain_attention(words: list[str]) -> None:
         runpy.run_module(sys.argv[0].removesuffix(".py"), run_name="__main__", alter_sys=True)
 
 
-def draw(rows: list[dict]):
+def draw(rows: list[dict]) -> Any:
     """A figure of matplotlib's with bars for each run: the rotated patches it finds after the
     first and the last block that were measured, and its accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt

@@ -7,7 +7,7 @@ import ser
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import copies, found
 from paper.tests.toys import call, class_folders, toy_checkpoint
-from test_ser import close, noise
+from test_ser import close, noise, pixels, write_image
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
@@ -32,6 +32,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     monkeypatch.setattr(
         module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
     val = class_folders(tmp_path / "val", size=18)
+    write_image(ser.Path(val, "n00/._000.png"), pixels(3, 18, 18))
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
     call(correspondence, f"--data {val} --checkpoint {moco} {ours} --label MoCo-v3 SER")

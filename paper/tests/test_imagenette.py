@@ -124,7 +124,6 @@ def numbers(cell):
 
 TABLES = {     # of paper/README: what their headers begin with, and the file of their rows
     "| 10 epochs |": "imagenette-10", "| 100 epochs |": "imagenette-100",
-    "| matching, ten": "matching-10", "| matching, 100": "matching-100",
     "| 200 classes, 16": "tiny", "| ViT-S/16, 60": "vit-s"}
 RUNS = {     # those that have other titles there
     "rotated crops": "turned", "SER on rotated crops": "turned-SER",
