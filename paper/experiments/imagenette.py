@@ -13,15 +13,11 @@ processes can share the seeds.
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """
 import json
-import runpy
 import sys
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ser
 from paper.experiments import sweep
@@ -45,13 +41,6 @@ TITLES = {"turned": "rotated crops", "turned-control": "control on rotated crops
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
-def plain_attention(words: list[str]) -> None:
-    """Run a script with attention by plain products, as PyTorch's is slow in bfloat16 on CPUs."""
-    sys.argv = [word for word in words if word != "-m"]     # the script, then its flags
-    with sdpa_kernel(SDPBackend.MATH):
-        runpy.run_module(sys.argv[0].removesuffix(".py"), run_name="__main__", alter_sys=True)
-
-
 def draw(rows: list[dict]) -> Any:
     """A figure of matplotlib's with bars for each run: the rotated patches it finds after the
     first and the last block that were measured, and its accuracies."""
@@ -70,7 +59,6 @@ def draw(rows: list[dict]) -> Any:
     panels = [panel for panel in panels
               if all(sweep.select(rows, run, *panel[:2]) for run in runs)]
 
-    titles = [TITLES.get(run, run) for run in runs]
     places = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
     colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
@@ -87,7 +75,7 @@ def draw(rows: list[dict]) -> Any:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    axes.set_yticks(places, titles)     # of all, which share the axis
+    axes.set_yticks(places, [TITLES.get(run, run) for run in runs])     # of all, which share it
     axes.invert_yaxis()
     return figure
 
@@ -127,8 +115,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     sweep.check(args, given)
     training = ser.parse([*args.flags, "--data", "given"])
     args.blocks = (training.cls_layer, 2 * training.cls_layer, training.depth)     # 2, 4 and 6
-    if training.bf16 and not torch.cuda.is_available():
-        args.launcher += " -m paper.experiments.imagenette --plain"
     return args
 
 
@@ -141,7 +127,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--plain"]:
-        plain_attention(sys.argv[2:])
-    else:
-        main(settings())
+    main(settings())

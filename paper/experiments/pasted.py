@@ -5,7 +5,6 @@
 The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
 batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
 loss. Sizes, crops and rate are imagenette.py's, for 20 epochs in place of ten.
-With `--group` and nothing behind it, the images are not moved, which is a control of the motion.
 A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
 """
 import json
@@ -57,13 +56,12 @@ class Model(nn.Module):
         tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
         return tokens.mT.unflatten(2, grid)
 
-    def forward(self, x1, x2, images1, images2, shared, elements):
+    def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        equiv = ser.equivariance_loss(
-            self.f1, self.project, images1, images2, patch=8, shared=shared, elements=elements)
+        equiv = ser.equivariance_loss(self.f1, self.project, images1, images2, 8, shared)
         return inv, equiv
 
 
@@ -74,8 +72,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--data", required=True, help="folder with train/CLASS and val/CLASS")
     add("--out", default="runs/pasted")
     add("--weight", type=float, default=0.1, help="of L_equiv")
-    elements = list(ser.ELEMENTS)
-    add("--group", nargs="*", default=elements, help="what moves the whole images; or nothing")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=4)
     parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3,
@@ -87,7 +83,6 @@ def train(args: Namespace) -> Model:
     """Train, or go on with a training, and return the model."""
     device = ser.setup()
     ranks, rank = ser.ranks_and_rank()
-    assert 16 % ranks == 0, "the ranks share the 16 images of L_equiv"
     torch.manual_seed(args.seed)
     model = Model().to(device)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
@@ -111,7 +106,7 @@ def train(args: Namespace) -> Model:
             images1, images2 = [view[:16 // ranks] for view in whole]
             ser.set_learning_rate(optimizer, args, epoch + step / len(loader))
             with torch.autocast(device.type, torch.bfloat16):
-                inv, equiv = parallel(x1, x2, images1, images2, shared, args.group)
+                inv, equiv = parallel(x1, x2, images1, images2, shared)
             optimizer.zero_grad()
             (inv + args.weight * equiv).backward()
             optimizer.step()

@@ -23,23 +23,21 @@ def rows_of(name):
 def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size(capsys):
     argv = ["--data", "D", "--seeds", "1", "--print"]
     imagenette.main(imagenette.settings([*argv, "--bf16"]))
-    lines = [line.split()[3:] for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
     for run, words in zip(imagenette.RUNS, lines[::4], strict=True):
         assert f"{run.script} {run.flags}" == measured[run.name]
         flags = f"{imagenette.FLAGS} {run.flags} --data D --workers 8 --seed 1 --bf16"
         wanted = ser.parse([*flags.split(), "--out", f"runs/imagenette/{run.name}-1"])
-        assert f"--plain {run.script} --image-size" in " ".join(words)
+        assert " ".join(words).startswith(f"{run.script} --image-size")
         assert ser.parse(words[words.index("--image-size"):]) == wanted, run.name
 
     parameters = ser.seed_and_make_encoder(wanted).parameters()
     assert sum(p.numel() for p in parameters) == pytest.approx(1.2e6, rel=0.02)
-    heads = [eval_linear.parse(words[2:]) for words in lines[1:4]]
+    heads = [eval_linear.parse(words[1:]) for words in lines[1:4]]
     assert [(one.cache, one.equivariance, one.seed) for one in heads] == [
         (True, True, 0), (True, False, 1), (True, False, 2)]
 
-    imagenette.main(imagenette.settings(argv))
-    assert "--plain" not in capsys.readouterr().out
     for words, blocks in (
             ("", (2, 4, 6)), ("--names SER --depth 12 --cls-layer 3", (3, 6, 12))):
         assert imagenette.settings([*argv, *words.split()]).blocks == blocks
@@ -58,15 +56,7 @@ def test_readmes_copies_are_centre_squares(tmp_path, monkeypatch):
 
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, capsys):
-    plain = []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(*given, **more):
-        plain.append(not torch.backends.cuda.flash_sdp_enabled())
-        return attend(*given, **more)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    run_scripts_here(monkeypatch, 4)     # after python -m paper.experiments.imagenette --plain
+    run_scripts_here(monkeypatch)
     monkeypatch.setattr(imagenette, "FLAGS", " ".join([*FLAGS, "--ratio 0.25"]))
     class_folders(tmp_path / "D/train", per_class=3)
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
@@ -76,7 +66,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     imagenette.main(imagenette.settings(argv))
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
-    assert len(linear["values"]) == 3 and plain and all(plain)
+    assert len(linear["values"]) == 3
     measured = {row["block"] for row in rows if row["classes"] is None}
     assert measured == set(imagenette.settings(argv).blocks)
     assert (linear["ranks"], linear["bf16"], linear["own"]) == (1, True, "ser.py --weight 0.5")

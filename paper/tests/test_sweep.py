@@ -46,7 +46,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")     # equimod, which is imported
 def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
-    run_scripts_here(monkeypatch, 1)
+    run_scripts_here(monkeypatch)
     of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
     monkeypatch.setattr(sweep, "SHARED", [sweep.Run("SER", "--ratio .25", 69)])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])

@@ -1,6 +1,7 @@
 """What the tests of paper/ share: toy checkpoints, and folders of images."""
 import contextlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import ser
-from paper.experiments import imagenette
 from test_ser import pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
@@ -40,15 +40,16 @@ def stopped_after_3(monkeypatch):
         yield
 
 
-def run_scripts_here(monkeypatch, start):
-    """The command lines of sweep.py and imagenette.py run in this process, from word `start` on."""
+def run_scripts_here(monkeypatch):
+    """The command lines of sweep.py and imagenette.py run in this process."""
     def run(command, check):
         assert check     # a training that failed is not evaluated
-        imagenette.plain_attention(command[start:])
+        script, *flags = [word for word in command[1:] if word != "-m"]
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.chdir(Path(ser.__file__).parent)     # where the scripts are
-    monkeypatch.setattr(sys, "argv", ["script"])     # which plain_attention replaces
 
 
 def become_rank(monkeypatch, rank):
