@@ -1006,7 +1006,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "device",                                # a run may move, with the same --bf16
-        "code")                                  # a change is reported below, as is one of data
+        "code")                                  # a change is reported below
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1014,8 +1014,6 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     _, rank = ranks_and_rank()
-    if rank == 0 and saved.get("data") != settings.get("data"):
-        print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}")
     if rank == 0 and saved.get("code") != settings.get("code"):
         print(f"{path} was trained by other code, or from another script; to train anew, give a "
               "new --out")
@@ -1270,21 +1268,16 @@ def print_plan(settings: Namespace, start: int) -> None:
     if rank > 0:
         return
 
-    print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; a batch has "
-          f"{settings.batch_size}, {settings.b2} of them moved (b2); steps {start} to "
-          f"{settings.steps}")
-
     precision = "bfloat16" if settings.bf16 else "float32"
-    line = (f"{settings.ranks} x {settings.device} in {precision}; "
-            f"[CLS] enters after block {settings.cls_layer}")
+    print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; steps {start} "
+          f"to {settings.steps} on {settings.ranks} x {settings.device}, in {precision}")
+
+    line = f"a batch has {settings.batch_size} images, {settings.b2} of them moved (b2)"
     if settings.equiv_layers:
         # At chance, all logits are equal. The number of tokens is that of unscaled views.
         tokens = (settings.image_size // settings.patch_size) ** 2
         chance = math.log(1 + 2 * tokens * (settings.b2 - 1))
-        blocks = ", ".join(map(str, settings.equiv_layers))
-        line += f"; L_equiv, after block {blocks}, is {chance:.1f} at chance"
-    else:
-        line += "; there is no L_equiv"
+        line += f"; L_equiv is {chance:.1f} at chance"
     print(line)
 
 

@@ -852,13 +852,12 @@ def test_small_settings_are_for_synthetic_images():
 
 @parametrize("ratio, size, ranks", [(0.01, 2048, 8), (0.25, 10, 1)])
 def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks, capsys):
-    args = toy(ratio=ratio, batch_size=size, cls_layer=0, equiv_layers=[2, 3])
+    args = toy(ratio=ratio, batch_size=size)
     assert ser.b2_per_rank(args, ranks) == 3
     facts = dict(images=9, steps=1, b2=3 * ranks, ranks=ranks, device="cuda")
     ser.print_plan(ser.Namespace(**vars(args), **facts), 0)
     chance = f"{math.log(1 + 2 * 16 * (3 * ranks - 1)):.1f} at chance"
-    plan = f"{ranks} x cuda in float32; [CLS] enters after block 0; L_equiv, after block 2, 3, is"
-    assert f"{plan} {chance}" in capsys.readouterr().out
+    assert f"{3 * ranks} of them moved (b2); L_equiv is {chance}" in capsys.readouterr().out
 
 
 @parametrize("images, ranks, size, ratio, name", [
@@ -987,7 +986,7 @@ def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
     ser.train(args)
-    assert re.search(f"(?s){moved}.*by other code.*steps 10 to 10", capsys.readouterr().out)
+    assert re.search("(?s)by other code.*steps 10 to 10", capsys.readouterr().out)
 
     (moved / "b").rename(moved / "c")     # which changes neither the names nor their order
     told = sentence(ser.train, args)
