@@ -28,7 +28,7 @@ this (its settings are cut short, and the value is the paper's):
 
 `weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for
 each epoch of the heads, head-*.pt is the best linear head of the trained encoder, and the
-empty eval.lock keeps two evaluations from writing at once. A stopped one begins anew.
+empty eval.lock keeps two evaluations from writing at once. One that is stopped begins anew.
 """
 import fcntl
 import hashlib
@@ -178,8 +178,8 @@ class ClassFolder(ImageFolder):
         folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
         names = self.train_classes or folders     # of labels 0, 1, ...
 
-        # If no folder has the name of a class, names are labels, as in ImageNet-V2. They count
-        # from 0. Without a 0, all are likely to be one too large.
+        # The folders of ImageNet-V2 have labels as their names, 0, 1, ... A set whose folders have
+        # numbers from 1 on is refused, as each would be taken for the class after its own.
         if set(folders).isdisjoint(names):
             if "0" not in folders:
                 sys.exit(f"{self.root}: no folder has the name of a training class, or label 0")
@@ -305,7 +305,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)
-    nn.init.normal_(last.weight, std=0.01)     # Choice: and biases 0, as the release
+    # Choice: the first values are those of the release.
+    nn.init.normal_(last.weight, std=0.01)
     nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
 

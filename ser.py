@@ -19,8 +19,7 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method, but for two operations of T, hue and blur, in section 9.
-These are the lines of Algorithm 1, and what does them:
+Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what does them:
     split the batch into b1 and b2            batch_items, of section 2
     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
     the embeddings, and f1's maps of b2       encode_view, of section 3
@@ -40,8 +39,9 @@ Comments have three tags:
     Paper:              the paper prescribes this, which may surprise
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
-no gradient, as all tokens are detached when they are gathered. But that code decides much
-that the paper leaves open, so it is named where we follow it.
+no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines 956 to
+962). So we do not know which code gave the paper's results. But the release decides much that
+the paper leaves open, so it is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
 A few fields, arguments and functions here are for them alone.
@@ -101,9 +101,10 @@ class Geometry(NamedTuple):
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
-    """Sample flips and turns for `batch` images, and one scaling for all. Here `grid` is the
-    side of a map before the scaling, in tokens; the result's has rows and columns after it.
-    All kinds are always sampled, so a seed gives the same turns with any `elements`."""
+    """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
+    sampled, so a seed gives the same turns with any `elements`.
+    grid: the side of a square map before the scaling, in tokens. The Geometry that is returned
+    has the rows and columns after it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -169,8 +170,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """The motion that takes view 1 and its maps to view 2 (3.1). It flips and turns
-    them by g = g2 g1^-1, then resizes them to the grid of view 2."""
+    """The motion g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1)."""
     # A view is moved by S Q^t M^m, which is m = 0 or 1 flips M, then t quarter turns Q, then
     # a scaling S. Two flips are none, M M = 1, and M Q = Q^-1 M. So
     #     g2 g1^-1 = S2 Q^t2 M^m2 (S1 Q^t1 M^m1)^-1
@@ -237,9 +237,11 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`, as lists of items (epoch, index, in_b2), first those of b1, then
-    those of b2. The last, incomplete batch of an epoch is dropped. The sizes of b1 and b2 are
-    multiples of R, as that of the batch is."""
+    `start` to before `end`, first the images of b1, then those of b2. The last, incomplete batch
+    of an epoch is dropped. The sizes of b1 and b2 are multiples of R, as that of the batch is.
+
+    A batch is a list of items (epoch, index, in_b2), which PyTorch hands to `ViewDataset` as they
+    are. So an image is seeded by its epoch, and one loader serves all epochs."""
     ranks, rank = ranks_and_rank()
     b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)
     steps_per_epoch = n_images // args.batch_size
@@ -284,7 +286,7 @@ SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are
 
 
 class ViewSettings(NamedTuple):
-    """Settings of T for one view. In paper/methods/multicrop.py, views also differ in size."""
+    """Settings of T and T_eq for one view. In paper/methods/multicrop.py, sizes differ, too."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -323,10 +325,8 @@ def prepare_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Crops become squares.
-    # Paper: 3.2, b2 is not cropped.
-    # Choice: whole images become squares, too, so that a batch is one tensor. So images of b2
-    # are resized twice, here and by `rho`.
+    # Choice: images of b2, which 3.2 does not crop, become squares, as crops do, so that a batch
+    # is one tensor. So they are resized twice, here and by `rho`.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -442,7 +442,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
             x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
         elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
             x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
-        else:                    # hue: section 9 has this, and the blur
+        else:                    # hue
             x = shift_hue(x, per_image(aug.hue, x))
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
@@ -454,6 +454,46 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
     x = torch.where(inverted, 1 - x, x)
     return normalise(x)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    B, _, h, w = x.shape
+    # Choice: all kernels of a batch reach to three times the largest sigma, or somewhat further in
+    # b2, whose images may have become larger.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
+
+    # A convolution in B groups has a kernel for each channel. So the images become
+    # channels, and the three colours become the batch.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
 
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
@@ -503,7 +543,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for eval_linear.py
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for evaluations
 
 
 class ViT(nn.Module):
@@ -754,7 +794,7 @@ class SER(nn.Module):
                  temperature: float = 0.3):
         super().__init__()
         self.base = base
-        self.layers = sorted(set(layers))
+        self.layers = sorted(set(layers))     # each once
         self.weight = weight
         self.temperature = temperature
 
@@ -991,7 +1031,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder, in eval mode, from a checkpoint of any method."""
+    """The encoder, in eval mode, from a checkpoint of any method, which also holds it alone."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
@@ -1100,7 +1140,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, hue and blur, synthetic images, checks, output =============
+# ==== 9. Around it: files, synthetic images, checks, output ===========================
 HELD_OUT = {     # names of folders not to train on
     "val", "valid", "validation", "test", "testing", "val2014", "val2017", "test2017"}
 
@@ -1159,46 +1199,6 @@ def read_image(path: str) -> Tensor:
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
                       "place, and give the same command again") from None
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
-    B, _, h, w = x.shape
-    # Choice: all kernels of a batch reach to three times the largest sigma, which is 6 pixels in
-    # images of 224.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
-
-    # A convolution in B groups has a kernel for each channel. So the images become
-    # channels, and the three colours become the batch.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
