@@ -8,7 +8,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    made by crops, flips and photometric jitter (T), views of b2 by motions
                    that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
-                   Unlike in Eq. 3, it is one mean over b1 and b2 (see section 6)
+                   Unlike in Eq. 3, it is one mean over b1 and b2 (see SER.forward)
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. After a projection, the
                    map rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
                    and g = g2 g1^-1
@@ -16,7 +16,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
 
 Usage:
     python ser.py                                                    a tiny ViT, without data
-    python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU
+    python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU (see --ratio)
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
 Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what does them:
@@ -44,7 +44,7 @@ no gradient, as all tokens are detached when they are gathered (builder/moco.py,
 the paper leaves open, so it is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-A few fields, arguments and functions here are for them alone.
+A few fields, arguments and functions here are for them alone, as comments say there.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -90,8 +90,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How each image moves: by a flip, then quarter turns, then a scaling, which is given
-    by the size of its result and not by its factors. So `rho` resizes maps to `grid`."""
+    """An element g of G for each image: a flip, then quarter turns, then a scaling. That is given
+    by the size of its result and not by its factors, so `rho` resizes maps to `grid`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -117,7 +117,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     # have it. The range of the aspect is the release's. We sample it log-uniformly.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
-    # Paper: 3.2, sides are whole tokens.
+    # Paper: sides are whole numbers of tokens (3.2).
     # Choice: they are rounded.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -135,7 +135,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # CPUs antialias only these types, so others become float32, on all devices.
+    # On CPUs, only these types can be antialiased. So others, such as the maps that autocast
+    # makes, become float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -144,7 +145,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def per_image(values: Tensor, x: Tensor) -> Tensor:
-    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x, floats in its dtype."""
+    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x. Floats get its dtype."""
     dtype = x.dtype if values.is_floating_point() else values.dtype
     return values.view(-1, 1, 1, 1).to(x.device, dtype, non_blocking=True)
 
@@ -161,8 +162,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # `contiguous` gives the result the usual memory layout. Otherwise it would have that of a
-    # turned map, in which later sums round differently.
+    # Without `contiguous`, the result would have the memory layout of a turned map, in which
+    # later sums round differently.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -212,7 +213,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 #     the first weights                 --seed
 #     the order of the images           --seed and epoch
 #     crops, flips and jitter           --seed, epoch and image
-#     the order within the jitter       --seed, step and view
+#     the order of the colour jitter    --seed, step and view
 #     motions                           --seed, step and view, for the images of all ranks,
 #                                       of which each rank keeps its own
 #     what a base method samples        --seed, step and rank
@@ -271,9 +272,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     make_views    blur                 P_BLUR              the same
 #     make_views    solarization         P_SOLARIZE          the same
 #
-# The last four operations are the photometric jitter. They are done on the device, as CPU
-# cores would take longer for them than for reading and cropping. But all their random
-# numbers are sampled in the loader, except for the order within the colour jitter.
+# The last four operations are the photometric jitter. They are done on the device, because on
+# CPU cores they would take longer than reading and cropping. But all their random numbers are
+# sampled in the loader, except for the order of the colour jitter's own four operations.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -368,7 +369,7 @@ class ViewDataset(torch.utils.data.Dataset):
 
     def prepare_views(self, image: Tensor,
                       item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
-        """The views of an image, with the random numbers of an item."""
+        """The views of an image, sampled with the seed of an item."""
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
@@ -571,7 +572,7 @@ class ViT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
-                for matrix in module.weight.flatten(1).chunk(matrices):     # parts of the weight
+                for matrix in module.weight.flatten(1).chunk(matrices):     # filled in place
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
         # Choice: the patch embedding stays random, as in all commands of MoCo-v3 that pretrain
@@ -734,7 +735,7 @@ def mlp(*widths: int) -> nn.Sequential:
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # ends the last layer
+    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
     return nn.Sequential(*layers)
 
 
