@@ -34,8 +34,7 @@ def write_split(root, name, objects):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    smaller = partial(coco.FasterRCNN, box_batch_size_per_image=16,
-                      rpn_post_nms_top_n_train=50, rpn_post_nms_top_n_test=20)
+    smaller = partial(coco.FasterRCNN, rpn_post_nms_top_n_train=50, rpn_post_nms_top_n_test=20)
     monkeypatch.setattr(coco, "FasterRCNN", smaller)
     monkeypatch.setattr(coco.Pyramid, "out_channels", 16)
 
@@ -105,9 +104,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     first, second = whole.view(2, 8).tolist()
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert 0 < sum(flips) < 16 and len(seeds) == 4
-    state = ser.load_checkpoint(tmp_path / "whole.pt")
-    assert state["step"] == 4
-    group, = state["optimizer"]["param_groups"]
+    group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
     last = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[-1])
     assert (group["lr"], last["lr"], group["weight_decay"]) == (*2 * [coco.lr_at(3, args)], 0.1)
 
