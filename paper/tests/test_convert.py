@@ -13,16 +13,12 @@ def run(*words):
     convert.convert(convert.settings([str(word) for word in words]))
 
 
-def shaken_timm(heads):
-    timms = pytest.importorskip("timm").models.VisionTransformer
-    vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
-    return shake(vit.eval())
-
-
 @pytest.mark.parametrize("heads", [2, 4, 12])
 def test_timms_weights_give_timms_outputs_here(heads, tmp_path):
     """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
-    vit = shaken_timm(heads)
+    timms = pytest.importorskip("timm").models.VisionTransformer
+    vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
+    shake(vit.eval())
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
     if heads == 4:
         state = {"model": state}
