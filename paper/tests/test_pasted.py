@@ -61,7 +61,6 @@ def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))
         train(tmp_path, 0.1)
-    assert torch.load(tmp_path / "out-0.1/training.pt")["step"] == 1
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
     assert seen == 2 * [(0, 0.1), (0.5, 0.1), (1, 0.1), (1.5, 0.1)]
@@ -74,14 +73,11 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
     assert len({view.sum().item() for view in views}) == 4
     crop, flip, jitter = pasted.CROP.transforms
-    assert crop.scale == (0.2, 1.0) and flip.p == 0.5
+    assert crop.scale == (0.2, 1.0) and flip.p == 0.5 and jitter.transforms[1].p == 0.2
     assert vars(jitter.transforms[0].transforms[0]).items() >= dict(
         brightness=(0.6, 1.4), contrast=(0.6, 1.4), saturation=(0.6, 1.4), hue=(-0.1, 0.1)).items()
     image = pixels(3, 128, 128)
     assert pasted.RESIZE(image).equal(pasted.v2.functional.resize(image, (64, 64)))
-    small = pasted.v2.ToPILImage()(pixels(3, 4, 4))
-    grays = [pasted.JITTER(small).float().std(0).max() == 0 for _ in range(400)]
-    assert sum(grays) / 400 == pytest.approx(0.2, abs=0.06)
 
 
 def pasted_rank(rank, ranks, root):
