@@ -21,7 +21,6 @@ def args(tmp_path_factory):
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))
     for number, name in reversed(list(enumerate(OBJECTS))):
         (root / name).mkdir(parents=True)
-        (root / name / "latent_0.npy").touch()
         for view in range(50):
             image = Image.new("RGB", (16, 16), (0, 0, 250))
             image.paste((20 * number, 5 * view, 0), (1, 1, 15, 15))
@@ -37,8 +36,7 @@ def seen(item):
 
 
 def test_the_split_is_that_of_the_list(args):
-    classes, train, crops, tests = bench3die.load_sets(args, 16)
-    assert classes == SYNSETS
+    _, train, crops, tests = bench3die.load_sets(args, 16)
 
     def listed(names, views):
         return [(name, view, SYNSETS.index(name[:8])) for name in names for view in views]
