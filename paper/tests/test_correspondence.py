@@ -64,14 +64,12 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights
     assert {path.parent for _, path, _ in saved} == {tmp_path / "moco"}
     (three, *_), (one, _, made_by), _ = saved
-    assert len(one.axes) == 4
     photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
     call(correspondence, f"--data {phone} --checkpoint {moco} --label moco --layer 1")
-    deeper = toy_checkpoint(tmp_path / "deeper", equiv_layers=[3])
-    larger = toy_checkpoint(tmp_path / "larger", equiv_layers=[2], image_size=20)
-    for other in (deeper, larger):
+    for changes in (dict(equiv_layers=[3]), dict(equiv_layers=[2], image_size=20)):
+        other = toy_checkpoint(tmp_path / "other", **changes)
         with pytest.raises(ValueError, match="too many values to unpack"):
             call(correspondence, f"--data {val} --checkpoint {ours} {other}")
