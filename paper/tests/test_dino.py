@@ -62,8 +62,6 @@ def test_the_teacher_begins_as_the_student_and_follows_it(progress, momentum, ta
 
     base.update(progress)
     assert base.tau_t == pytest.approx(tau_t)
-    small = dino.settings([])
-    assert small.teacher_temp_epochs < small.epochs
     close(teacher.state_dict(), wanted)
 
 
@@ -96,7 +94,6 @@ def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay,
     before = {}
     for group in optimizer.param_groups:
         assert group["lr"] == pytest.approx(rate, rel=1e-4)
-        assert group["betas"] == (0.9, 0.999)
         for p in group["params"]:
             name = names.pop(p)
             wanted = decay if p.dim() > 1 else 0
