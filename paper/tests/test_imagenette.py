@@ -4,7 +4,6 @@ import subprocess
 
 import pytest
 import torch
-from PIL import Image
 
 import eval_linear
 import ser
@@ -51,7 +50,6 @@ def test_readmes_copies_are_centre_squares(tmp_path, monkeypatch):
     paste("from pathlib")
     path, = tmp_path.glob("imagenette-128/train/n01/*")
     copy = ser.read_image(str(path))
-    assert Image.open(path).quantization[0][0] == 2     # of 95
     assert copy.shape == (3, 128, 128) and (copy[2] > 200).all() and (copy[0] < 60).all()
 
 
