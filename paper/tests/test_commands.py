@@ -3,14 +3,13 @@ import ast
 import importlib
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import ser
 
-ROOT = Path(ser.__file__).parent
+ROOT = ser.Path(ser.__file__).parent
 READMES = ["README.md", "paper/README.md"]
 SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))]
 FENCED = r"(?ms)^```.*?^```"
@@ -18,7 +17,7 @@ COMMAND = r"\b(python|torchrun) ([^\"]*?)(ser\.py|eval_linear\.py|(?<=-m )\w+\.[
 
 def commands(name):
     """What runs each command line of a README or of a script's docstring, its script, its flags."""
-    text = Path(ROOT, name).read_text()
+    text = (ROOT / name).read_text()
     if name.endswith(".py"):
         text = ast.get_docstring(ast.parse(text))
     text = re.sub(r"\\\n\s*", "", text)
