@@ -12,7 +12,7 @@ import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
 from paper.tests.toys import FLAGS, class_folders, run_scripts_here
-from test_ser import sentence
+from test_ser import log_of, sentence
 
 
 @pytest.mark.parametrize("name", sweep.LISTS)
@@ -77,8 +77,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
         sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "other code" in told and "eval_linear.py" not in told     # what is done is not repeated
-    log = (out / "SER-4" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("step") for line in log] == [None, 1, 2, None]
+    assert [line.get("step") for line in log_of(out / "SER-4")] == [None, 1, 2, None]
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
 
     # Nor does an evaluation of the run before it had ended, which names its start as well.
