@@ -105,8 +105,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     assert sorted(first) == sorted(second) == [*range(1, 9)]
     assert 0 < sum(flips) < 16 and len(seeds) == 4
     group, = ser.load_checkpoint(tmp_path / "whole.pt")["optimizer"]["param_groups"]
-    last = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[-1])
-    assert (group["lr"], last["lr"], group["weight_decay"]) == (*2 * [coco.lr_at(3, args)], 0.1)
+    assert (group["lr"], group["weight_decay"]) == (coco.lr_at(3, args), 0.1)
 
     with stopped_after_3(monkeypatch):
         train("parts")
