@@ -1,4 +1,3 @@
-"""What is counted, and that the steps that are timed are those of training."""
 from functools import partial
 from unittest.mock import create_autospec, patch
 
