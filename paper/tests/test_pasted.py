@@ -1,7 +1,6 @@
 import json
 import statistics
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -35,8 +34,8 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     parse = eval_linear.parse
     monkeypatch.setattr(eval_linear, "parse", lambda words: parse([*words, "--workers", "0"]))
     pasted.evaluate(model, args)
-    row = json.loads(Path(args.out, "row.json").read_text())
-    heads = [one["value"] for one in json.loads(Path(args.out, "eval.json").read_text())["rows"]
+    row = json.loads(ser.Path(args.out, "row.json").read_text())
+    heads = [one["value"] for one in json.loads(ser.Path(args.out, "eval.json").read_text())["rows"]
              if (one["measure"], one["classes"]) == ("linear top-1 %", 6)]
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(statistics.mean(heads))
     upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
@@ -48,7 +47,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
     assert (row["weight"], row["epochs"]) == (0.1, 2)
     images = torch.rand(2, 3, 64, 64)
-    encoder = ser.load_encoder(Path(args.out, "encoder.pt"))
+    encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))
     torch.testing.assert_close(encoder(images).cls, model.vit(images))
 
 
@@ -163,7 +162,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
 
 
 def test_readmes_table_is_what_the_rows_say():
-    rows = json.loads(Path(pasted.__file__).with_suffix(".json").read_text())
+    rows = json.loads(ser.Path(pasted.__file__).with_suffix(".json").read_text())
     args = vars(pasted.settings(["--data", "D"]))
     for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
         assert [row[key] for row in rows] == [args[key]] * len(rows)
