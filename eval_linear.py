@@ -115,17 +115,11 @@ class Checkpoint(NamedTuple):
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once for all ranks, as a run that goes on may replace it."""
-    ranks, rank = ser.ranks_and_rank()
-    states: list = [None]     # `broadcast_object_list` fills a list
-    if rank == 0:
-        state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):     # what convert.py writes has no `steps`
-            print(f"{args.checkpoint} is of a run that has not ended, after step "
-                  f"{state['step']} of {state['steps']}")
-        states = [{key: state[key] for key in ("encoder", "settings", "step")}]
-    if ranks > 1:
-        dist.broadcast_object_list(states)
-    state = states[0]
+    _, rank = ser.ranks_and_rank()
+    state = ser.from_rank_0(ser.load_checkpoint(args.checkpoint) if rank == 0 else None)
+    if rank == 0 and state["step"] < state.get("steps", 0):     # convert.py writes no `steps`
+        print(f"{args.checkpoint} is of a run that has not ended, after step {state['step']} of "
+              f"{state['steps']}")
 
     settings = state["settings"]
     if settings["data"] and not args.data:
@@ -136,7 +130,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run; for converted weights, a random encoder."""
+    """The start of a checkpoint's run; for converted or fine-tuned weights, a random encoder."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -727,9 +721,9 @@ def evaluate(args: Namespace) -> list[dict]:
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
         if rank == 0:
-            add_rows(path, own_rows, args, measured, images)
             if saved_head and name == "trained":
                 save_head(path.parent, saved_head, args, measured, images)
+            add_rows(path, own_rows, args, measured, images)     # last, as a sweep looks for rows
 
     if rank == 0:
         print_table(rows)

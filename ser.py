@@ -1023,7 +1023,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds. Exits with one sentence if another program wrote it."""
+    """What a checkpoint holds. Exits with one sentence if the file is of weights alone."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -1039,9 +1039,22 @@ def load_encoder(path: str | Path) -> ViT:
     return encoder.eval()
 
 
+def from_rank_0(value: Any) -> Any:
+    """The value of rank 0, on all ranks, which call this together."""
+    values = [value]     # `broadcast_object_list` fills a list
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load a checkpoint; return its step. Exits if its run has other settings."""
-    state = load_checkpoint(path)
+    """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
+    all, as other nodes may not see its folder. Exits if its run has other settings."""
+    _, rank = ranks_and_rank()
+    state = from_rank_0(load_checkpoint(path) if rank == 0 and path.exists() else None)
+    if state is None:
+        return 0
+
     saved = state["settings"]
     may_differ = (
         "data", "out",                           # folders may have moved
@@ -1054,7 +1067,6 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         if name not in may_differ and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
-    _, rank = ranks_and_rank()
     if rank == 0 and saved.get("code") != settings.get("code"):
         print(f"{path} was trained by other code, or from another script; to train anew, give a "
               "new --out")
@@ -1097,7 +1109,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
         ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code)
     path = Path(args.out, "last.pt")
-    start = resume(path, vars(settings), model, optimizer) if path.exists() else 0
+    start = resume(path, vars(settings), model, optimizer)
 
     # A loader of all batches that are left, over all epochs; the log and the bar.
     loader = torch.utils.data.DataLoader(

@@ -150,7 +150,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
     device = next(model.parameters()).device
     # Choice: AdamW with ViTDet's rate and decay; here norms decay, too.
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    start = ser.resume(path, run, model, optimizer) if path.exists() else 0
+    start = ser.resume(path, run, model, optimizer)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 
     # Choice: the last, incomplete batch of an epoch is not used.

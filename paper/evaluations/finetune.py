@@ -94,7 +94,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
     ranks, rank = ser.ranks_and_rank()
     device = model.head.weight.device
     optimizer = torch.optim.AdamW(groups(model, args))
-    start = ser.resume(path, run, model, optimizer) if path.exists() else 0
+    start = ser.resume(path, run, model, optimizer)
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
 
     loss_of = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)

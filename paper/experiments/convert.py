@@ -41,9 +41,8 @@ def from_timm(state: dict, heads: int) -> dict:
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = ArgumentParser()
-    add = parser.add_argument
-    add("--from-timm", nargs=2, metavar=("FROM", "TO"), required=True, help="files of weights")
-    add("--heads", type=int, required=True, help="of attention; timm's ViT-S has 6, moco-v3's 12")
+    parser.add_argument("--from-timm", nargs=2, metavar=("FROM", "TO"), required=True)
+    parser.add_argument("--heads", type=int, required=True, help="timm's ViT-S: 6, moco-v3's: 12")
     return parser.parse_args(argv)
 
 

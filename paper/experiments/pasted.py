@@ -88,14 +88,16 @@ def train(args: Namespace) -> Model:
     parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
+    assert 16 % ranks == 0, "the ranks share the 16 images of L_equiv"
     data = ImageFolder(f"{args.data}/train", four_views)
     sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed, drop_last=True)
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
+    # A run goes on with as many workers, which its crops depend on; `resume` ignores `workers`.
+    vars(args).update(ranks=ranks, loaders=args.workers, names_checksum=ser.find_images(args)[1])
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
-    run = vars(args) | {"ranks": ranks, "names_checksum": ser.find_images(args)[1]}
-    start = ser.resume(last, run, model, optimizer) if last.exists() else 0
+    start = ser.resume(last, vars(args), model, optimizer)
 
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch)
@@ -113,7 +115,7 @@ def train(args: Namespace) -> Model:
 
         if rank == 0:
             print(f"epoch {epoch + 1}: SimCLR {inv:.3f}, L_equiv {equiv:.3f}", flush=True)
-            ser.save(last, step=epoch + 1, settings=run, model=model.state_dict(),
+            ser.save(last, step=epoch + 1, settings=vars(args), model=model.state_dict(),
                      optimizer=optimizer.state_dict())
     return model.eval()
 

@@ -155,7 +155,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
                 "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
                 "read by heads": len(eval_linear.feature_blocks(trained)),
-                "code": sorted({row.get("code", "older") for row in found})}
+                "code": [trained.code, *sorted({row.get("code", "older") for row in found})]}
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -164,11 +164,11 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
 def check_alike(rows: list[dict]) -> None:
     """Exit with one sentence if rows should not share a table, and say if their code differs."""
-    if len({code for row in rows for code in row.get("code", [])}) > 1:
-        print("several versions of the code measured these rows; delete the eval.json of a run to "
-              "measure it anew")
+    codes = {(row["own"].split(" --")[0].strip(), str(row.get("code"))) for row in rows}
+    if len(codes) > len(dict(codes)):     # those of a script
+        print("several versions of the code trained these runs, or measured them")
     for name in ("flags", "images", "ranks", "bf16"):
-        found = {str(row[name]) for row in rows if name in row}
+        found = {str(row.get(name)) for row in rows}     # older rows do not tell, so None is one
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")
 
