@@ -4,6 +4,7 @@ from functools import partial
 import pytest
 import torch
 
+import eval_linear
 import ser
 from paper.evaluations import coco
 from paper.tests.toys import become_rank, call, stopped_after_3, toy_checkpoint, values
@@ -65,6 +66,8 @@ def test_a_small_detector_finds_squares(tmp_path):
 
     found = values(tmp_path / "coco.json", set="val2017", classes=2, ranks=1)
     assert found["AP50"] == pytest.approx(2 / 3, abs=0.06)
+    row, *_ = eval_linear.read_results(tmp_path / "coco.json")["rows"]
+    assert len(set(row["images"].split()[-2:])) == 2     # the boxes of both splits
 
     index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
     index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
@@ -160,7 +163,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
     assert found == pytest.approx([1, 1, 1])
 
 
-def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
+def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypatch):
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, ser.Namespace(size=32, seed=0))
@@ -178,3 +181,5 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path):
     model.backbone.levels[2] = torch.nn.Identity()
     tokens = encoder(x, [3]).maps[3].movedim(1, -1)
     close(model.backbone(x)["2"], encoder.norm(tokens).movedim(-1, 1))
+    monkeypatch.setattr(eval_linear, "autocast", lambda x: torch.autocast("cpu", torch.bfloat16))
+    assert model.backbone(x)["0"].dtype == torch.float32

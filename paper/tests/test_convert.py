@@ -14,7 +14,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize("heads", [2, 4, 12])
-def test_timms_weights_give_timms_outputs_here(heads, tmp_path):
+def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
@@ -26,7 +26,9 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path):
         moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
         moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
         state = {"epoch": 300, "state_dict": moco}
-    torch.save(state, tmp_path / "timm.pth")
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(state, tmp_path / "timm.pth")
     out = tmp_path / "new" / "last.pt"
     run("--from-timm", tmp_path / "timm.pth", out, "--heads", heads)
     torch.testing.assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))

@@ -24,6 +24,8 @@ def test_the_runs_differ_in_nothing_else_and_share_an_encoder_of_the_stated_size
     imagenette.main(imagenette.settings([*argv, "--bf16"]))
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
+    flags = " ".join(imagenette.FLAGS.split()).replace("--epochs 10", "--epochs 20")     # as then
+    assert rows_of("tiny")[0]["flags"].startswith(flags)
     for run, words in zip(imagenette.RUNS, lines[::4], strict=True):
         assert f"{run.script} {run.flags}" == measured[run.name]
         flags = f"{imagenette.FLAGS} {run.flags} --data D --workers 8 --seed 1 --bf16"

@@ -35,6 +35,7 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
             assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
         if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
             assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
+            assert settings.weight == {"equimod": 1, "augself": 0.5}[own[1]]
         assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
         assert "/lambda-" not in settings.out or f"/lambda-{settings.weight:g}-3" in settings.out
         assert "all-layers" not in settings.out or len(model.projectors) == 12

@@ -57,11 +57,12 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
 
 @pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2 9", (2,))])
 def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeypatch, capsys):
+    sets = {}
     spread = []
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
-        data = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
-        spread.append(eval_linear.spread(data, n))
+        sets[split] = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
+        spread.append(eval_linear.spread(sets[split], n))
 
     def sums(train, test, versions, seed):
         return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
@@ -78,7 +79,8 @@ def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeyp
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        place = {"encoder": name, "weights": weights[name], "block": layer}
+        place = {"encoder": name, "weights": weights[name], "block": layer,
+                 "images": eval_linear.describe_sets(sets)}
         found = values(tmp_path / "transformations.json", **place)
         assert found == pytest.approx(wanted, 1e-4)
         assert list(values(tmp_path / "transformations.json", **place, classes=2)) == ["flip %"]
