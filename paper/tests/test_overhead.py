@@ -45,10 +45,11 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     args = overhead.settings(words)
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
-          patch.object(ser, "prepare_view", wraps=ser.prepare_view) as ours):
+          patch.object(ser, "prepare_view", wraps=ser.prepare_view) as ours,
+          patch.object(torch, "set_num_threads") as threads):
         overhead.time_loader(args)
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
-    assert torch.get_num_threads() == 1     # of one core
+    threads.assert_called_with(1)     # of one core
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
     shares = {tuple(t.p for t in made.args[0].transforms[3:5]) for made in theirs.call_args_list}
     assert shares == {(1.0, 0.0), (0.1, 0.2)}     # of blur and solarization
