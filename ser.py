@@ -59,6 +59,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import zlib
 from argparse import (
@@ -1154,8 +1155,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-HELD_OUT = {     # names of folders not to train on
-    "val", "valid", "validation", "test", "testing", "val2014", "val2017", "test2017"}
+HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)([^a-z]|$)"     # not to train on
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
@@ -1176,12 +1176,13 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    # If no folder is called train, one such as val below DATA is a mistake.
+    # If no folder is called train, one such as val or test2017 below DATA is a mistake.
     names = [path.removeprefix(f"{root}/") for path in images]
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
-    if root.name != "train" and folders & HELD_OUT:
-        sys.exit(f"--data {args.data}: has no train/, but {', '.join(folders & HELD_OUT)}: name "
-                 "the folder of the images to train on")
+    held_out = [folder for folder in folders if re.search(HELD_OUT, folder)]
+    if root.name != "train" and held_out:
+        sys.exit(f"--data {args.data}: has no train/, but {', '.join(held_out)}: name the folder "
+                 "of the images to train on")
     return images, checksum(names)
 
 

@@ -20,9 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 import zlib
 from inspect import getsource
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -344,6 +346,9 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
         wanted = [plain_jitter(*pair, order) for pair in zip(x, rows_of(aug))]
         close(ser.jitter_and_normalise(x, aug, order), torch.stack(wanted), 1e-4)
 
+    still = default_collate([Augmentation()] * 64)
+    assert same(ser.jitter_and_normalise(x, still, order), ser.normalise(x))
+
 
 @pytest.fixture(scope="module")
 def draws():
@@ -514,6 +519,8 @@ def test_both_branches_begin_alike_and_have_moco_v3s_mlps():
     assert base.projector[0].out_features == base.predictor[0].out_features == 16
     assert [type(layer).__name__ for layer in base.projector] == kinds[:-1]
     assert [type(layer).__name__ for layer in base.predictor] == kinds[:-4]
+    kinds = ["LayerNorm", "Linear", "GELU", "Linear"]
+    assert [type(layer).__name__ for layer in ser.projector(8)] == kinds
 
 
 # ==== 4 to 6. L_equiv, L_inv and SER (paper 3.3, 4.1) ===================================
@@ -847,6 +854,9 @@ def test_small_settings_are_for_synthetic_images():
     full = vars(ser.parse(["--data", "imagenet"]))
     small = vars(ser.parse(["--depth", "5"]))
     assert small == full | ser.SMALL | dict(data="", depth=5)
+    assert ser.SMALL == dict(     # with which README's numbers were measured
+        image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25, crop_min=0.3,
+        batch_size=64, epochs=3, warmup_epochs=0.5, base_lr=8e-3, moco_hidden=512, workers=0)
     assert same(ser.find_images(toy()), ser.find_images(toy(seed=1)))
 
 
@@ -882,7 +892,7 @@ def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(name, value, fo
 @parametrize("module, flags", [
     (ser, "--base-lr=-0.01 --warmup-epochs=-1 --ratio=1.5 --crop-min=nan --epochs=0 --weight=inf "
           "--temperature=0 --weight-decay=-1 --equiv-layers=0 --image-size=0 --patch-size=0 "
-          "--dim=0 --depth=0 --heads=0 --moco-hidden=0 --batch-size=0 --log-every=0"),
+          "--dim=0 --depth=0 --heads=0 --moco-hidden=0 --batch-size=0 --log-every=0 --group=rot"),
     (eval_linear, "--lr=-1 --lr=nan --epochs=0 --batch-size=0")])
 def test_numbers_are_checked_where_they_enter(module, flags, capsys):
     for flag in flags.split():
@@ -903,6 +913,10 @@ def test_bf16_is_for_gpus_unless_a_flag_says_otherwise(gpu, monkeypatch):
     assert ser.parse(["--bf16"]).bf16
     assert not ser.parse(["--no-bf16"]).bf16
 
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True:
+                        including_emulation)
+    assert not eval_linear.has_bf16()     # if it is emulated
+
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -921,6 +935,7 @@ def whole_run(folder, tmp_path_factory):
 
 def killed_run(_, folder, out):
     def sync(file):
+        assert zipfile.is_zipfile(f"/proc/self/fd/{file}")     # its end is there as well
         if Path(out, "last.pt").exists():
             os.ftruncate(file, 9)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -1001,7 +1016,8 @@ def test_all_settings_but_seven_are_compared_and_those_that_differ_are_listed(wh
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
 
-def test_a_file_of_other_weights_is_told_by_one_sentence(tmp_path):
+def test_a_file_of_other_weights_from_a_gpu_is_told_by_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     torch.save({"cls_token": torch.zeros(1)}, tmp_path / "timm.pt")
     assert "convert" in sentence(ser.load_encoder, tmp_path / "timm.pt")
 
@@ -1076,8 +1092,10 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     (root / "c").symlink_to(root / "b")
     wanted = [f"{root}/{name}" for name in ("b/deep/2.JPEG", "c/deep/2.JPEG", "\udcff.bmp")]
     assert ser.find_images(toy(root))[0] == wanted
-    (root / "b" / "Val").symlink_to(folder)
-    assert "val: name the folder" in sentence(ser.find_images, toy(root))
+    for name in ("Val", "validation", "test2017", "ILSVRC2012_img_val"):
+        (root / "b" / name).symlink_to(folder)
+        assert f"{name.lower()}: name the folder" in sentence(ser.find_images, toy(root))
+        (root / "b" / name).unlink()
     shutil.copytree(folder, root / "train")
     shutil.copytree(folder, root / "train" / "train")     # a class may have this name
     assert same(*[ser.find_images(toy(data)) for data in (root, root / "train")])
@@ -1404,16 +1422,25 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
 
 
 def eval_rank(rank, ranks, out, tree):
+    """The rows of an evaluation, and what a rank goes on from that does not see the run's file."""
     if rank > 0:     # only rank 0 reads the checkpoint, and writes
         ser.load_checkpoint = ser.save = eval_linear.add_rows = lambda *_, **__: os._exit(3)
-    return eval_linear.evaluate(eval_args(tree, Path(out, "last.pt")))
+    rows = eval_linear.evaluate(eval_args(tree, Path(out, "last.pt")))
+
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, 5 + rank)
+    adamw = torch.optim.AdamW(model.parameters())
+    run = Path(out, f"run-{rank}.pt")
+    if rank == 0:
+        ser.save(run, step=4, settings={}, model=model.state_dict(), optimizer=adamw.state_dict())
+    return rows, ser.resume(run, {}, model, adamw), model.weight.item()
 
 
 def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     wanted = eval_rank(0, 1, tmp_path, tree)
     head = head_of(tmp_path)
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
-    assert first == second == wanted
+    assert first == second == wanted and wanted[1:] == (4, 5)
     assert (tmp_path / "eval.jsonl").read_text().count("\n") == 4     # two of the first, of rank 0
     close(head_of(tmp_path)["weight"], head["weight"], 1e-4)
     names = sorted(str(path.relative_to(tree / "few")) for path in tree.glob("few/*/*.png"))
@@ -1514,6 +1541,8 @@ def test_flags_choose_what_is_measured(flags, accuracies, blocks, tree, checkpoi
 
 
 def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
+    """Also on a file system without locks; and a stop while rows are written loses none."""
+    monkeypatch.setattr(eval_linear.fcntl, "flock", Mock(side_effect=OSError))
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
@@ -1525,6 +1554,11 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
     assert len({row["code"] for row in results["rows"]}) == 4
     assert set(results["checkpoints"]) == {"a", "b"}
+
+    monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") / 0)
+    with pytest.raises(ZeroDivisionError):
+        eval_linear.add_rows(path, [{"value": 6}], ser.Namespace(), made_by, "")
+    assert results_of(tmp_path) == results
 
 
 def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
