@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 import zlib
 from inspect import getsource
 from pathlib import Path
@@ -519,8 +518,8 @@ def test_both_branches_begin_alike_and_have_moco_v3s_mlps():
     assert base.projector[0].out_features == base.predictor[0].out_features == 16
     assert [type(layer).__name__ for layer in base.projector] == kinds[:-1]
     assert [type(layer).__name__ for layer in base.predictor] == kinds[:-4]
-    kinds = ["LayerNorm", "Linear", "GELU", "Linear"]
-    assert [type(layer).__name__ for layer in ser.projector(8)] == kinds
+    x = noise(5)
+    assert same(ser.projector(8)[2](x), F.gelu(x))     # of L_equiv
 
 
 # ==== 4 to 6. L_equiv, L_inv and SER (paper 3.3, 4.1) ===================================
@@ -935,7 +934,6 @@ def whole_run(folder, tmp_path_factory):
 
 def killed_run(_, folder, out):
     def sync(file):
-        assert zipfile.is_zipfile(f"/proc/self/fd/{file}")     # its end is there as well
         if Path(out, "last.pt").exists():
             os.ftruncate(file, 9)
             os.kill(os.getpid(), signal.SIGKILL)
