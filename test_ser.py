@@ -243,19 +243,6 @@ def test_group_names_the_elements_of_a_run():
     assert view.geometry.grid == (4, 4)
 
 
-def test_the_loss_works_where_it_is_copied_to():
-    sections = re.split("^(?=# ==== )", Path(ser.__file__).read_text(), flags=re.M)
-    imports = """from typing import NamedTuple
-import math, torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
-"""
-    copied = {}
-    exec(imports + sections[1] + sections[4] + getsource(ser.equivariance_loss), copied)
-
-    call = nn.Conv2d(3, 6, 4, 4), copied["projector"](6), *noise(2, 3, 3, 16, 16), 4
-    losses = [names["equivariance_loss"](*call, seeded()) for names in (copied, vars(ser))]
-    assert same(*losses)
-
-
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_the_values_of_fp32(dtype):
     """On a CPU, which has no kernel to resize such maps, and under autocast."""
@@ -1623,9 +1610,13 @@ def paste(start, **names):
 
 
 @parametrize("elements, h, w", [(ser.ELEMENTS, 24, 16), (("hflip",), 16, 24)])
-def test_the_loss_for_other_trainings_is_that_of_two_moved_copies(elements, h, w):
+def test_the_loss_copied_to_other_trainings_is_that_of_two_moved_copies(elements, h, w):
+    sections = re.split("^(?=# ==== )", Path(ser.__file__).read_text(), flags=re.M)
+    copied = {name: vars(ser)[name] for name in ("math", "torch", "nn", "F", "dist", "NamedTuple")}
+    exec(sections[1] + sections[4] + getsource(ser.equivariance_loss), copied)
+
     f1 = nn.Conv2d(3, 8, 4, 4)
-    project = ser.projector(8, 16)
+    project = copied["projector"](8, 16)
     images1, images2 = torch.rand(2, 3, 3, h, w, generator=seeded())
     shared = seeded(4)
     g1, g2 = [ser.sample_geometry(3, 4, elements, shared) for _ in range(2)]
@@ -1633,7 +1624,8 @@ def test_the_loss_for_other_trainings_is_that_of_two_moved_copies(elements, h, w
     aligned = slow_rho(ser.relative(g2, g1), f1(slow_rho(g1, images1, 4)))
     h2 = f1(slow_rho(g2, images2, 4))
     wanted = ser.patch_ntxent(*[project(h.flatten(2).mT) for h in (aligned, h2)], 0.7)
-    found = ser.equivariance_loss(f1, project, images1, images2, 4, seeded(4), 0.7, elements)
+    loss = copied["equivariance_loss"]
+    found = loss(f1, project, images1, images2, 4, seeded(4), 0.7, elements)
     close(found, wanted)
     close(torch.autograd.grad(found, f1.weight)[0], torch.autograd.grad(wanted, f1.weight)[0])
 
