@@ -1290,18 +1290,12 @@ def test_sets_are_scored_among_all_classes_and_among_their_own(name, lacks, prot
     check_values(protocol.rows, wanted, set=name, classes=3 - lacks, block=6)
 
 
-def test_the_head_is_chosen_among_the_classes_of_val(tmp_path, monkeypatch):
-    heads = [eval_linear.make_head(2, 3) for _ in range(2)]
-    heads[0][-1].bias.data[0] = 9.0
-    perfect_but_for_class_2 = [[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]]
-    heads[1][-1].weight.data = torch.tensor(perfect_but_for_class_2)
-    monkeypatch.setattr(eval_linear, "make_head", lambda *_, made=iter(heads): next(made))
-
-    val = (torch.eye(2), torch.arange(2))
-    sets = eval_linear.Sets("abc", range(2), None, {})
-    args = eval_linear.parse(["--lr", "1e-9", "1e-8", "--epochs", "1"])
-    found = eval_linear.train_heads(toy_vit(), sets, val, val, args, tmp_path / "eval.jsonl")
-    assert found == (heads[1], 1e-8)
+def test_the_head_is_chosen_among_the_classes_of_val(tree, checkpoint):
+    flags = f"--val {tree}/few --cache --lr 10 3"     # 0 % of three classes, half of two
+    rows = eval_linear.evaluate(eval_args(tree, checkpoint, *flags.split()))
+    *_, text = (checkpoint.parent / "eval.jsonl").read_text().splitlines()
+    best = max(json.loads(text)["val top-1 %"].values())
+    check_values(rows, {"linear top-1 %": best}, set="val", classes=2)
 
 
 def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
