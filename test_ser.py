@@ -615,9 +615,8 @@ def test_ranks_train_as_one_process(one_rank, several_ranks):
 
 
 def test_ranks_log_as_one_process(one_rank, several_ranks):
-    first, *lines = log_of(several_ranks[1])
-    first_of_one, *lines_of_one = log_of(one_rank)
-    assert first["b2"] == first_of_one["b2"]
+    _, *lines = log_of(several_ranks[1])
+    _, *lines_of_one = log_of(one_rank)
     assert [line["step"] for line in lines] == [1, 4, 5, 6]
     for ours, theirs in zip(lines, lines_of_one, strict=True):
         assert ours == approx(theirs, rel=1e-4)
@@ -630,7 +629,8 @@ def test_ranks_share_the_loss_for_other_trainings(several_ranks):
 
 def test_one_rank_prints(several_ranks):
     first, *others = [told for told, *_ in several_ranks[0]]
-    assert "steps 0 to" in first and "100%" in first and "images/s" in first
+    chance = f"{math.log(1 + 2 * 16 * 3):.1f} at chance"     # of 4 images with 16 tokens
+    assert chance in first and "100%" in first and "images/s" in first
     assert set(others) == {""}
 
 
@@ -841,13 +841,9 @@ def test_small_settings_are_for_synthetic_images():
 
 
 @parametrize("ratio, size, ranks", [(0.01, 2048, 8), (0.25, 10, 1)])
-def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks, capsys):
+def test_the_share_of_b2_is_rounded_on_each_rank(ratio, size, ranks):
     args = toy(ratio=ratio, batch_size=size)
     assert ser.b2_per_rank(args, ranks) == 3
-    facts = dict(images=9, steps=1, b2=3 * ranks, ranks=ranks, device="cuda")
-    ser.print_plan(ser.Namespace(**vars(args), **facts), 0)
-    chance = f"{math.log(1 + 2 * 16 * (3 * ranks - 1)):.1f} at chance"
-    assert f"{3 * ranks} of them moved (b2); L_equiv is {chance}" in capsys.readouterr().out
 
 
 @parametrize("images, ranks, size, ratio, name", [
