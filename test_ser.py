@@ -355,7 +355,7 @@ def test_both_parts_get_moco_v3s_jitter(number, blur, solarize, in_b2, draws):
     assert correlation.triu(1).abs().max() < 0.2     # none is another's draw
 
 
-def test_b1_is_cropped_and_mirrored(draws):
+def test_b1_is_cropped_and_mirrored_and_b2_is_not(draws):
     """Areas are uniform in [.2, 1]; what does not fit is drawn again, large areas first."""
     for drawn in draws[False]:
         area = drawn.height * drawn.width
@@ -364,8 +364,6 @@ def test_b1_is_cropped_and_mirrored(draws):
         assert 0.68 < aspect.min() < 0.8 and 1.25 < aspect.max() < 1.5
         assert abs(drawn.flip.double().mean() - 0.5) < 0.05
 
-
-def test_b2_is_neither_cropped_nor_mirrored(draws):
     for drawn in draws[True]:
         for column, wanted in zip(drawn[:5], Augmentation()):
             assert column.eq(wanted).all()
@@ -593,19 +591,17 @@ def several_ranks(request, folder, tmp_path_factory):
     return found, out / str(request.param)
 
 
-def test_ranks_train_as_one_process(one_rank, several_ranks):
+def test_ranks_train_and_log_as_one_process(one_rank, several_ranks):
     ours = last(several_ranks[1])["model"]
     theirs = last(one_rank)["model"]
     start = without_batch_norm(toy(**RANK_RUN))
     check_same_way(ours, theirs, start, 1e-3)
 
-
-def test_ranks_log_as_one_process(one_rank, several_ranks):
     _, *lines = log_of(several_ranks[1])
     _, *lines_of_one = log_of(one_rank)
     assert [line["step"] for line in lines] == [1, 4, 5, 6]
-    for ours, theirs in zip(lines, lines_of_one, strict=True):
-        assert ours == approx(theirs, rel=1e-4)
+    for line, line_of_one in zip(lines, lines_of_one, strict=True):
+        assert line == approx(line_of_one, rel=1e-4)
 
 
 def test_ranks_share_the_loss_for_other_trainings(several_ranks):
@@ -737,14 +733,12 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
                 close(view.b2, ser.jitter_and_normalise(moved, aug2, view.order))
 
 
-def test_a_run_has_the_losses_of_its_reimplementation(plain_run):
+def test_a_run_has_the_losses_and_weights_of_its_reimplementation(plain_run):
     _, *lines = log_of(plain_run.out)
     losses = [line["loss"] for line in lines]
     assert losses == approx(plain_run.losses, rel=1e-3)     # BatchNorm over 8 images adds rounding
     assert [line["lr"] for line in lines] == approx([plain_rate(step) for step in range(7)])
 
-
-def test_a_run_has_the_weights_of_its_reimplementation(plain_run):
     found = last(plain_run.out)["model"]
     check_same_way(found, plain_run.plain.state_dict(), plain_run.start, 2e-3)
 
