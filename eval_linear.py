@@ -16,8 +16,8 @@ flags ask for other things:
 
 --equivariance can be added to --cache, --mlp and --knn. Without --data, all take seconds:
 images are not cropped, and equivariance of turns, after f1, is measured in any case. Where
-equivariance is measured, two encoders are evaluated, in twice the time: that of the
-checkpoint and, for comparison, the untrained one that its run began with.
+equivariance is measured, the untrained encoder that the run began with is evaluated, too, for
+comparison. This takes twice the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. A row looks like
 this (its settings are cut short, and the value is the paper's):
@@ -55,8 +55,8 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Rows hold this checksum, which does not see the scripts in paper/. That of the code that
-# trained is in the checkpoint's settings.
+# Rows hold this checksum of the code that measured, but for the scripts in paper/. Settings of a
+# checkpoint hold the checksum of the code that trained.
 CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
@@ -637,7 +637,7 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
             choices.append(own_classes)
         for candidates in choices:
             values = scores(head, train, test, candidates, encoder.dim)
-            # Linear heads read the blocks before the last one, too.
+            # Heads read the blocks before the last one, too.
             rows += make_rows(values, name, len(candidates), encoder.depth)
     return rows, saved_head
 

@@ -482,8 +482,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: all kernels of a batch reach to three times the largest sigma, or somewhat further in
-    # b2, whose images may have become larger.
+    # Choice: all kernels of a batch reach to about three times the largest sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -555,7 +554,7 @@ class ViT(nn.Module):
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        self.image_size = image_size
+        self.image_size = image_size     # for paper/evaluations
         self.patch_size = patch_size
         self.dim = dim
         self.depth = depth
@@ -901,17 +900,25 @@ def arguments() -> ArgumentParser:
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
 
+    # The run, and its images.
     add("--data", str, "", "folder of images, any depth, or with train/; none: synthetic ones")
     add("--out", str, "runs/ser", "folder of the run; a run there goes on")
+    add("--seed", int, 0, "seed of the run")
+    add("--workers", int, 8, "loader processes of a rank")
+    add("--log-every", count, 20, "steps between lines of the log")
+    add("--save-every", int, 0, "steps between checkpoints; 0: an epoch")
+
+    # The encoder.
     add("--image-size", count, 224, "side of a view, pixels")
     add("--patch-size", count, 16, "side of a patch, pixels")
     add("--dim", count, 384, "width of the tokens (ViT-S: 384)")
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
-    # In the main setting, the next two flags both name the last block of f1. Ablations
-    # move both, or the first alone; paper/experiments/sweep.py has their flags. MoCo-v3
-    # with our ViT is --ratio 0 --cls-layer 0.
+
+    # SER. In the main setting, the next two flags both name the last block of f1. Ablations
+    # change one of them or both; paper/experiments/sweep.py has their flags. MoCo-v3 with
+    # our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -920,8 +927,12 @@ def arguments() -> ArgumentParser:
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau, of L_equiv (paper, with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
+
+    # MoCo-v3, and T.
     add("--moco-hidden", count, 4096, "width of MoCo-v3's hidden layers")
     add("--crop-min", share, 0.08, "least share of the image in a crop")
+
+    # Optimization.
     add("--batch-size", count, 2048, "images per step, over all ranks")
     add("--epochs", positive, 100.0, "passes over the images, also fractions")
     add("--warmup-epochs", nonnegative, 10.0,
@@ -929,14 +940,10 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
-    add("--seed", int, 0, "seed of the run")
     # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
-    add("--workers", int, 8, "loader processes of a rank")
-    add("--log-every", count, 20, "steps between lines of the log")
-    add("--save-every", int, 0, "steps between checkpoints; 0: an epoch")
     return parser
 
 
