@@ -151,38 +151,43 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-class ClassFolder(ImageFolder):
+def class_folder(root: str | Path, transform: Callable | None = None,
+                 classes: Sequence[str] = ()) -> ImageFolder:
     """The images root/CLASS/... The label of a class is its place in `classes`, those of
     the training images; without them, its place among the sorted folders of root. Hidden
     files and folders are left out, as in ser.py."""
-    def __init__(self, root: str | Path, transform: Callable | None = None,
-                 classes: Sequence[str] = ()):
-        if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
-        self.train_classes = classes     # for `find_classes`, which ImageFolder calls
-        super().__init__(str(root), transform, loader=ser.read_image, is_valid_file=self.is_image)
+    root = str(root)
+    if not os.path.isdir(root):
+        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
 
-    def is_image(self, path: str) -> bool:
-        """Whether ImageFolder is to take a file."""
-        hidden = "/." in path.removeprefix(self.root)
-        return not hidden and is_image_file(path)
+    def is_image(path: str) -> bool:
+        return is_image_file(path) and "/." not in path.removeprefix(root)
 
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """The folders of root, and the label of each, from which ImageFolder makes its list."""
-        folders = [name for name in super().find_classes(directory)[0] if name[0] != "."]
-        names = self.train_classes or folders     # of labels 0, 1, ...
+    data = ImageFolder(
+        root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
+    folders = [name for name in data.classes if name[0] != "."]
+    names = classes or folders     # of labels 0, 1, ...
 
-        # The folders of ImageNet-V2 have labels as their names, 0, 1, ... A set whose folders have
-        # numbers from 1 on is refused, as each would be taken for the class after its own.
-        if set(folders).isdisjoint(names):
-            if "0" not in folders:
-                sys.exit(f"{self.root}: no folder has the name of a training class, or label 0")
-            names = [str(label) for label in range(len(names))]
+    # The folders of ImageNet-V2 have labels as their names, 0, 1, ... A set whose folders have
+    # numbers from 1 on is refused, as each would be taken for the class after its own.
+    if set(folders).isdisjoint(names):
+        if "0" not in folders:
+            sys.exit(f"{root}: no folder has the name of a training class, or label 0")
+        names = [str(label) for label in range(len(names))]
 
-        for folder in folders:
-            if folder not in names:
-                sys.exit(f"{self.root}: the training images have no class {folder}")
-        return folders, {folder: names.index(folder) for folder in folders}
+    with_images = {data.classes[place] for place in data.targets}
+    for folder in folders:
+        if folder not in names:
+            sys.exit(f"{root}: the training images have no class {folder}")
+        if folder not in with_images:
+            sys.exit(f"{root}: no image below {folder}")
+
+    # From the places of folders, which ImageFolder takes for labels, to labels.
+    label_of = {name: label for label, name in enumerate(names)}
+    data.samples = [(path, label_of[data.classes[place]]) for path, place in data.samples]
+    data.targets = [label for _, label in data.samples]
+    data.classes = folders
+    return data
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -195,20 +200,20 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = ClassFolder(train, centre)
+    train_centre = class_folder(train, centre)
     classes = train_centre.classes
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
+    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
     if os.path.samefile(tests["val"].root, train):
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
         if not folder or name in ("train", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
-        tests[name] = ClassFolder(folder, centre, classes)
-    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
+        tests[name] = class_folder(folder, centre, classes)
+    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
 
 
 def spread(data: Dataset, n: int) -> Subset:

@@ -1286,9 +1286,9 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes,
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
     given = (tmp_path, None, classes.split())
-    assert [label for _, label in eval_linear.ClassFolder(*given)] == wanted
+    assert [label for _, label in eval_linear.class_folder(*given)] == wanted
     (tmp_path / "0").rename(tmp_path / "1")     # numbers from 1 on, or a class that is none
-    assert ("label 0" in sentence(eval_linear.ClassFolder, *given)) == ("a" in classes)
+    assert ("label 0" in sentence(eval_linear.class_folder, *given)) == ("a" in classes)
 
 
 def plain_colours(images, generator):
@@ -1520,7 +1520,9 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
         args.val = str(val)
         assert told in sentence(eval_linear.load_sets, args, 16)
     (tmp_path / "train" / "class1").rename(tmp_path / "train" / ".class1")
-    assert eval_linear.ClassFolder(tmp_path / "train").classes == ["class2"]
+    assert eval_linear.class_folder(tmp_path / "train").classes == ["class2"]
+    (tmp_path / "train" / "class3").mkdir()
+    assert "below class3" in sentence(eval_linear.class_folder, tmp_path / "train")
 
 
 @parametrize("flags, told", [("--checkpoint last.pt", "add --data"),
