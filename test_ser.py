@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import pickle
 import re
 import shutil
 import signal
@@ -241,6 +242,8 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     g = sample_geometry(3, 4, generator=seeded(5))
     x = noise(3, 2, 4, 4).to(dtype)
     assert same(rho(g, x), rho(g, x.float()).to(dtype))
+    almost_1 = torch.full((1, 1, 4, 4), 1 - 1e-9, dtype=torch.float64)
+    assert ser.resize(almost_1, (3, 3)).max() < 1     # doubles stay doubles
 
     z, z_prime = [each.to(dtype) for each in noise(2, 3, 4, 6)]
     wanted = patch_ntxent(z.float(), z_prime.float())
@@ -763,6 +766,7 @@ def test_every_trainable_parameter_gets_a_gradient_and_no_other():
     model = shake(ser.build(toy(equiv_layers=[1, 3])))
     losses = model(toy_views())
     losses["loss"].backward()
+    assert not losses["inv"].requires_grad and not losses["equiv"].requires_grad
     for name, p in model.named_parameters():
         moves = p.grad is not None and p.grad.ne(0).any()
         assert moves == p.requires_grad, name
@@ -934,8 +938,9 @@ def test_a_checkpoint_gives_its_encoder_back_in_eval_mode(whole_run):
         assert same(weight, weights["base.encoder." + name]), name
 
 
-def test_a_loss_that_is_not_finite_is_one_sentence_and_saves_nothing(folder, tmp_path, monkeypatch):
-    factors = iter([1, 1, 1, math.inf])
+@parametrize("factor", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved(factor, folder, tmp_path, monkeypatch):
+    factors = iter([1, 1, 1, factor])
     monkeypatch.setattr(ser, "patch_ntxent", lambda *z: patch_ntxent(*z) * next(factors))
     told = sentence(ser.train, toy(folder, tmp_path, save_every=2, log_every=20))
 
@@ -968,6 +973,8 @@ def test_a_file_of_other_weights_from_a_gpu_is_told_by_one_sentence(tmp_path, mo
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     torch.save({"cls_token": torch.zeros(1)}, tmp_path / "timm.pt")
     assert "convert" in sentence(ser.load_encoder, tmp_path / "timm.pt")
+    torch.save({"settings": torch.nn.Identity()}, tmp_path / "timm.pt")     # it might run code
+    pytest.raises(pickle.UnpicklingError, ser.load_encoder, tmp_path / "timm.pt")
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no GPU")
@@ -1029,19 +1036,21 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path))     # which is empty
     root = tmp_path / "images[1]"
-    for name in ("b/deep/2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
+    for name in ("b/latest/val_2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()     # the last name is no UTF-8
 
     (root / "c").symlink_to(root / "b")
-    wanted = [f"{root}/{name}" for name in ("b/deep/2.JPEG", "c/deep/2.JPEG", "\udcff.bmp")]
+    names = ("b/latest/val_2.JPEG", "c/latest/val_2.JPEG", "\udcff.bmp")
+    wanted = [f"{root}/{name}" for name in names]
     assert ser.find_images(toy(root))[0] == wanted
     for name in ("Val", "validation", "test2017", "ILSVRC2012_img_val"):
         (root / "b" / name).symlink_to(folder)
         assert f"{name.lower()}: name the folder" in sentence(ser.find_images, toy(root))
         (root / "b" / name).unlink()
     shutil.copytree(folder, root / "train")
-    shutil.copytree(folder, root / "train" / "train")     # a class may have this name
+    for name in ("train", "test-tube"):     # which may be classes
+        shutil.copytree(folder, root / "train" / name)
     assert same(*[ser.find_images(toy(data)) for data in (root, root / "train")])
 
 
@@ -1056,7 +1065,8 @@ def test_an_image_is_read_as_pillow_shows_it(mode, form, tmp_path):
     assert same(ser.read_image(str(path)), TF.pil_to_tensor(Image.open(path).convert("RGB")))
 
 
-@parametrize("mode, form, frames", [("I;16", "PNG", 1), ("F", "TIFF", 1), ("L", "PNG", 2)])
+@parametrize("mode, form, frames", [
+    ("I;16", "PNG", 1), ("I", "TIFF", 1), ("F", "TIFF", 1), ("L", "PNG", 2)])
 def test_more_bits_and_animations_are_refused_with_their_path(mode, form, frames, tmp_path):
     path = str(tmp_path / "a.png")
     image, *others = [Image.new(mode, (9, 7), 99 * number) for number in range(frames)]
@@ -1375,6 +1385,9 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     head = head_of(tmp_path)
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
     assert first == second == wanted and wanted[1:] == (4, 5)
+    with pytest.raises(RuntimeError, match="Missing key"):     # a model of other code
+        ser.resume(tmp_path / "run-0.pt", {}, nn.Sequential(nn.Linear(1, 1)), None)
+    assert len(eval_linear.spread(range(3), 8)) == 3
     assert (tmp_path / "eval.jsonl").read_text().count("\n") == 4     # two of the first, of rank 0
     close(head_of(tmp_path)["weight"], head["weight"], 1e-4)
     names = sorted(str(path.relative_to(tree / "few")) for path in tree.glob("few/*/*.png"))
@@ -1497,8 +1510,9 @@ def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
 
     state = torch.load(checkpoint)
     state["encoder"]["blocks.2.norm1.bias"] += 1
-    ser.save(checkpoint, **state, steps=9)
-    eval_linear.evaluate(eval_args(tree, checkpoint))
+    for steps in (7, 9):
+        ser.save(checkpoint, **state, steps=steps)
+        eval_linear.evaluate(eval_args(tree, checkpoint))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3
     assert capsys.readouterr().out.count("step 7 of 9") == 1     # the run has not ended
 
@@ -1516,7 +1530,8 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
     shutil.copytree(tree / "few", tmp_path / "train")
     args = eval_linear.parse(["--data", str(tmp_path)])
     assert "--val" in sentence(eval_linear.load_sets, args, 16)
-    for val, told in ((tree / "val", "class0"), (tmp_path / "train", "training images")):
+    (tmp_path / "link").symlink_to(tmp_path / "train")
+    for val, told in ((tree / "val", "class0"), (tmp_path / "link", "training images")):
         args.val = str(val)
         assert told in sentence(eval_linear.load_sets, args, 16)
     (tmp_path / "train" / "class1").rename(tmp_path / "train" / ".class1")
