@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
     args = coco.settings("--data D --checkpoint C".split())
-    recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800)
+    recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800, save_every=500)
     assert recipe.items() <= vars(args).items()
     rates = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
     assert {step: coco.lr_at(step, args) for step in rates} == pytest.approx(rates)

@@ -19,6 +19,8 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
     shake(vit.eval())
+    others = vit.state_dict() | {"blocks.0.ls1.gamma": torch.ones(24)}     # no plain ViT's
+    pytest.raises(RuntimeError, convert.from_timm, others, heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
     if heads == 4:
         state = {"model": state}

@@ -68,7 +68,6 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
-    call(correspondence, f"--data {phone} --checkpoint {moco} --label moco --layer 1")
     for changes in (dict(equiv_layers=[3]), dict(equiv_layers=[2], image_size=20)):
         other = toy_checkpoint(tmp_path / "other", **changes)
         with pytest.raises(ValueError, match="too many values to unpack"):

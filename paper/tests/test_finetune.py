@@ -87,6 +87,7 @@ def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
     whole, line = done
     with stopped_after_3(monkeypatch):
         call(finetune, line, f"--out {tmp_path}")
+    assert torch.load(tmp_path / "finetune.pt")["step"] == 2     # an epoch
     call(finetune, line, f"--out {tmp_path}")
     assert same(weights_of(tmp_path), weights_of(whole))
 

@@ -48,6 +48,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     assert (row["weight"], row["epochs"]) == (0.1, 2)
     images = torch.rand(2, 3, 64, 64)
     encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))
+    assert row["weights"] == eval_linear.fingerprint(encoder)
     torch.testing.assert_close(encoder(images).cls, model.vit(images))
 
 
@@ -63,6 +64,7 @@ def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     _, killed = train(tmp_path, 0.1)
     torch.testing.assert_close(killed.state_dict(), whole.state_dict(), rtol=0, atol=0)
     assert seen == 2 * [(0, 0.1), (0.5, 0.1), (1, 0.1), (1.5, 0.1)]
+    assert "loaders" in sentence(train, tmp_path, 0.1, "--workers", "1")
     next(tmp_path.glob("train/*/*")).unlink()
     assert "names_checksum" in sentence(train, tmp_path, 0.1)
 
@@ -88,6 +90,7 @@ def pasted_rank(rank, ranks, root):
 
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
+        assert torch.is_autocast_enabled("cpu")
         seen.append((x1.flatten(1).sum(1).tolist(), len(images1), torch.initial_seed()))
         return forward(model, x1, x2, images1, *more)
 

@@ -98,6 +98,7 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
     with pytest.raises(FileNotFoundError):
         call(robustness, line)
     top1, _ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
+    assert top1["block"] == 3     # the last one
     assert (top1["head"]["lr"], top1["head"]["settings"]["lr"]) == (0.1, [0.1, 1.0])
     assert top1["head"]["images"] == "train: 9 images"     # from which it learned
     assert top1["head"]["fingerprint"] != top1["weights"]
@@ -132,6 +133,9 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     call(robustness, *line)
     found = values(tmp_path / "robustness.json", set="P/tilt").values()
     assert [*found] == pytest.approx(wanted)
+    row, *_ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
+    names = [f"{CLASSES[1 + number // 2]}/{number}.mp4" for number in range(6)]
+    assert row["images"].endswith(ser.checksum(names))
 
     resize = robustness.transform_of("P", "tilt", encoder)
     sums = torch.zeros(2)

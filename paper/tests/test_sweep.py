@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
             assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
         if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
             assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
-            assert settings.weight == {"equimod": 1, "augself": 0.5}[own[1]]
+            wanted = {"equimod": (1, 0.2), "augself": (0.5, 0.3)}[own[1]]
+            assert (settings.weight, settings.temperature) == wanted
         assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
         assert "/lambda-" not in settings.out or f"/lambda-{settings.weight:g}-3" in settings.out
         assert "all-layers" not in settings.out or len(model.projectors) == 12
@@ -110,6 +112,13 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (imagenette, "--see 2", "--see: the run MoCo-v3")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
+
+
+def test_a_launcher_may_have_flags(monkeypatch):
+    launched = create_autospec(sweep.subprocess.run)
+    monkeypatch.setattr(sweep.subprocess, "run", launched)
+    sweep.call(["ser.py"], ser.Namespace(launcher="torchrun --nproc_per_node=8", print=False))
+    assert launched.call_args.args == (["torchrun", "--nproc_per_node=8", "ser.py"],)
 
 
 def test_table_4_is_of_the_blocks_3_and_12(monkeypatch):

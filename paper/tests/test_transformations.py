@@ -35,6 +35,7 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     unit = torch.logspace(-2, 4, 8)
     train = unit * (labelled(300, 1, 1.0) + 5)
     test = unit * (labelled(100, 2, 1.0) + 5)
+    train[..., 7] = test[..., 7] = 0     # which cannot be standardised
     if task == "flip":     # turns are of other images
         train[:, 1:4] = train[:, 1:4].flip(0)
         test[:, 1:4] = test[:, 1:4].flip(0)
@@ -53,6 +54,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
         torch.optim.Adam, "step", lambda adam: rates.append(adam.param_groups[0]["lr"]))
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
     assert rates == [1e-3] * 10 and torch.initial_seed() == 7
+    assert transformations.settings(["--data", "D", "--checkpoint", "C"]).images == 20000
 
 
 @pytest.mark.parametrize("flags, layers", [("", (1, 3)), ("--layers 2 9", (2,))])
