@@ -116,10 +116,14 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(args: Namespace) -> Checkpoint:
     """Read --checkpoint once for all ranks, as a run that goes on may replace it."""
     _, rank = ser.ranks_and_rank()
-    state = ser.from_rank_0(ser.load_checkpoint(args.checkpoint) if rank == 0 else None)
-    if rank == 0 and state["step"] < state.get("steps", 0):     # convert.py writes no `steps`
-        print(f"{args.checkpoint} is of a run that has not ended, after step {state['step']} of "
-              f"{state['steps']}")
+    state = None
+    if rank == 0:
+        state = ser.load_checkpoint(args.checkpoint)
+        if state["step"] < state.get("steps", 0):     # what convert.py writes has no `steps`
+            print(f"{args.checkpoint} is of a run that has not ended, after step "
+                  f"{state['step']} of {state['steps']}")
+        state = {key: state[key] for key in ("encoder", "settings", "step")}
+    state = ser.from_rank_0(state)
 
     settings = state["settings"]
     if settings["data"] and not args.data:
@@ -156,7 +160,7 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     """The images root/CLASS/... The label of a class is its place in `classes`, those of
     the training images; without them, its place among the sorted folders of root. Hidden
     files and folders are left out, as in ser.py."""
-    root = str(root)
+    root = str(Path(root))     # without a slash at its end
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
 
@@ -187,6 +191,7 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     data.samples = [(path, label_of[data.classes[place]]) for path, place in data.samples]
     data.targets = [label for _, label in data.samples]
     data.classes = folders
+    data.class_to_idx = {folder: label_of[folder] for folder in folders}
     return data
 
 

@@ -136,8 +136,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # On CPUs, only these types can be antialiased. So others, such as the maps that autocast
-    # makes, become float32, on all devices.
+    # On CPUs, only these types can be antialiased. So others, such as bfloat16 maps of another
+    # f1, become float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -544,7 +544,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for evaluations
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for others
 
 
 class ViT(nn.Module):
@@ -1031,7 +1031,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds. Exits with one sentence if the file is of weights alone."""
+    """What a checkpoint holds. Exits with one sentence if it is another program's."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -1162,7 +1162,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)([^a-z]|$)"     # not to train on
+HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)[^a-z]*$"     # not to train on
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:

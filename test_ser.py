@@ -1036,20 +1036,21 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path))     # which is empty
     root = tmp_path / "images[1]"
-    for name in ("b/latest/val_2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
+    for name in ("b/latest/test tube/val_2.JPEG", "b/notes.txt", "b/._2.JPEG", ".trash/3.png",
+                 "\udcff.bmp"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()     # the last name is no UTF-8
 
     (root / "c").symlink_to(root / "b")
-    names = ("b/latest/val_2.JPEG", "c/latest/val_2.JPEG", "\udcff.bmp")
-    wanted = [f"{root}/{name}" for name in names]
+    names = [f"{folder}/latest/test tube/val_2.JPEG" for folder in "bc"]
+    wanted = [f"{root}/{name}" for name in (*names, "\udcff.bmp")]
     assert ser.find_images(toy(root))[0] == wanted
     for name in ("Val", "validation", "test2017", "ILSVRC2012_img_val"):
         (root / "b" / name).symlink_to(folder)
         assert f"{name.lower()}: name the folder" in sentence(ser.find_images, toy(root))
         (root / "b" / name).unlink()
     shutil.copytree(folder, root / "train")
-    for name in ("train", "test-tube"):     # which may be classes
+    for name in ("train", "test"):     # which may be classes
         shutil.copytree(folder, root / "train" / name)
     assert same(*[ser.find_images(toy(data)) for data in (root, root / "train")])
 
@@ -1535,7 +1536,9 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
         args.val = str(val)
         assert told in sentence(eval_linear.load_sets, args, 16)
     (tmp_path / "train" / "class1").rename(tmp_path / "train" / ".class1")
-    assert eval_linear.class_folder(tmp_path / "train").classes == ["class2"]
+    for root in (f"{tmp_path}/train", f"{tmp_path}/train/"):
+        data = eval_linear.class_folder(root)
+        assert data.class_to_idx == {"class2": 0} and data.classes == ["class2"]
     (tmp_path / "train" / "class3").mkdir()
     assert "below class3" in sentence(eval_linear.class_folder, tmp_path / "train")
 

@@ -33,8 +33,7 @@ def from_timm(state: dict, heads: int) -> dict:
     # What evaluations ask for. How it was trained is not known.
     given = dict(data="images of another program", image_size=grid * patch, patch_size=patch,
                  dim=rows.shape[2], depth=depth, heads=heads, cls_layer=0, equiv_layers=[], seed=0)
-    # It raises an error for other networks than plain ViTs.
-    ser.seed_and_make_encoder(Namespace(**given)).load_state_dict(weights)
+    ser.seed_and_make_encoder(Namespace(**given)).load_state_dict(weights)     # of plain ViTs
     return dict(step=0, settings=given, encoder=weights)
 
 

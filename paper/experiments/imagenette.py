@@ -41,8 +41,7 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure of matplotlib's with bars for each run: the rotated patches it finds after the
-    first and the last block that were measured, and its accuracies."""
+    """A figure with bars for each run: patches found after the first and last block; accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})

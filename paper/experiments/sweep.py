@@ -155,7 +155,8 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
                 "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
                 "read by heads": len(eval_linear.feature_blocks(trained)),
-                "code": [trained.code, *sorted({row.get("code", "older") for row in found})]}
+                "trained by": trained.code,
+                "code": sorted({row.get("code", "older") for row in found})}
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -164,8 +165,9 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
 def check_alike(rows: list[dict]) -> None:
     """Exit with one sentence if rows should not share a table, and say if their code differs."""
-    codes = {(row["own"].split(" --")[0].strip(), str(row.get("code"))) for row in rows}
-    if len(codes) > len(dict(codes)):     # those of a script
+    codes = {code for row in rows for code in row.get("code", ["older"])}
+    trained = {(row["own"].split(" --")[0].strip(), row.get("trained by")) for row in rows}
+    if len(codes) > 1 or len(trained) > len(dict(trained)):     # of one script
         print("several versions of the code trained these runs, or measured them")
     for name in ("flags", "images", "ranks", "bf16"):
         found = {str(row.get(name)) for row in rows}     # older rows do not tell, so None is one
