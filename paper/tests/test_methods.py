@@ -189,7 +189,8 @@ DEFAULTS = dict(
     essl=dict(out="runs/essl", weight=1.0, local_size=96, local_area=[0.05, 0.14]))
 SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
-    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), augself=dict(layer=4))
+    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), augself=dict(layer=4),
+    essl=dict(local_area=[0.1, 0.3]), multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
 for addon in ADDONS:
     DEFAULTS[addon] |= dict(ratio=0.0, equiv_layers=[], cls_layer=0, layer=12,
                             blur=[1.0, 0.1], solarize=[0.0, 0.2])

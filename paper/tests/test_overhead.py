@@ -51,7 +51,8 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     threads.assert_called_with(1)     # of one core
     for made in theirs.call_args_list:
-        assert made.args[0].transforms[1].transforms[0].hue == (-0.1, 0.1)
+        jitter = made.args[0].transforms[1]
+        assert jitter.p == 0.8 and jitter.transforms[0].hue == (-0.1, 0.1)
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
     shares = {tuple(t.p for t in made.args[0].transforms[3:5]) for made in theirs.call_args_list}
     assert shares == {(1.0, 0.0), (0.1, 0.2)}     # of blur and solarization
