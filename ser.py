@@ -44,7 +44,7 @@ no gradient, as all tokens are detached when they are gathered (builder/moco.py,
 the paper leaves open, so it is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-A few fields, arguments and functions here are for them alone, as comments say there.
+A few fields, arguments and functions here are for them alone.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -91,8 +91,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """An element g of G for each image: a flip, then quarter turns, then a scaling. That is given
-    by the size of its result and not by its factors, so `rho` resizes maps to `grid`."""
+    """How the images of a view move: each by a flip, then by quarter turns, then all by one
+    scaling. It is given by the size of its result, so `rho` resizes maps to `grid`."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -172,7 +172,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """The motion g = g2 g1^-1, which takes view 1 and its maps to view 2 (3.1)."""
+    """The motion that takes view 1 and its maps to view 2 (3.1): the flips and turns of
+    g = g2 g1^-1, and the size of view 2."""
     # A view is moved by S Q^t M^m, which is m = 0 or 1 flips M, then t quarter turns Q, then
     # a scaling S. Two flips are none, M M = 1, and M Q = Q^-1 M. So
     #     g2 g1^-1 = S2 Q^t2 M^m2 (S1 Q^t1 M^m1)^-1
@@ -544,7 +545,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] after that block, for others
+    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] there, for evaluations and paper/
 
 
 class ViT(nn.Module):
