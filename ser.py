@@ -1041,7 +1041,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_encoder(path: str | Path) -> ViT:
-    """The encoder, in eval mode, from a checkpoint of any method, which also holds it alone."""
+    """The encoder, in eval mode, from a checkpoint of any method."""
     state = load_checkpoint(path)
     encoder = make_encoder(Namespace(**state["settings"]))
     encoder.load_state_dict(state["encoder"])
@@ -1163,7 +1163,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)[^a-z]*$"     # not to train on
+# Folders not to train on, by their names: val, test2017, ilsvrc2012_img_val, but not test-tube.
+HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)[^a-z]*$"
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
