@@ -134,7 +134,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The start of a checkpoint's run; for converted or fine-tuned weights, a random encoder."""
+    """The encoder with which the pre-training began; for converted weights, a random one."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -520,7 +520,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def describe_sets(sets: dict[str, Dataset]) -> str:
-    """How many images each set has, and a checksum of their names, if they have any."""
+    """How many images each set has and, if it is a folder, a checksum of their names."""
     texts = []
     for name, data in sets.items():
         text = f"{name}: {len(data)} images"
@@ -574,7 +574,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
     results = read_results(path)
     training = {"step": checkpoint.step, "settings": checkpoint.settings}
-    results["checkpoints"][checkpoint.fingerprint] = training
+    results["checkpoints"].setdefault(checkpoint.fingerprint, training)
 
     for row in rows:
         new = provenance(args, checkpoint, images) | {"code": CODE_CHECKSUM} | row

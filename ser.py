@@ -1069,13 +1069,16 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         "data", "out",                           # folders may have moved
         "workers", "log_every", "save_every",    # no result depends on these
         "device",                                # a run may move, with the same --bf16
-        "code")                                  # a change is reported below
+        "code")                                  # a change is reported below, as is one of data
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
         if name not in may_differ and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+    if rank == 0 and saved.get("data") != settings.get("data"):
+        print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
+              "these are other images, give a new --out")
     if rank == 0 and saved.get("code") != settings.get("code"):
         print(f"{path} was trained by other code, or from another script; to train anew, give a "
               "new --out")
@@ -1163,8 +1166,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-# Folders not to train on, by their names: val, test2017, ilsvrc2012_img_val, but not test-tube.
-HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)[^a-z]*$"
+# Folders not to train on: val, test2017, ilsvrc2012_img_val, test_set, but not test-tube.
+HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)(_?(set|images|data|large))?[^a-z]*$"
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:

@@ -955,7 +955,7 @@ def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
     monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
     ser.train(args)
-    assert re.search("(?s)by other code.*steps 10 to 10.*100%", "".join(capsys.readouterr()))
+    assert re.search(f"(?s){moved}.*other code.*10 to 10.*100%", "".join(capsys.readouterr()))
 
     (moved / "b").rename(moved / "c")     # which changes neither the names nor their order
     told = sentence(ser.train, args)
@@ -1045,7 +1045,7 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     names = ("b/latest/test x/val.JPEG", "c/latest/test x/val.JPEG", "\udcff.bmp")
     wanted = [f"{root}/{name}" for name in names]
     assert ser.find_images(toy(root))[0] == wanted
-    for name in ("Val", "valid", "validation", "test2017", "ILSVRC2012_img_val"):
+    for name in ("Val", "valid", "validation", "test2017", "ILSVRC2012_img_val", "test_set"):
         (root / "b" / name).symlink_to(folder)
         assert f"{name.lower()}: name the folder" in sentence(ser.find_images, toy(root))
         (root / "b" / name).unlink()
@@ -1496,13 +1496,13 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
         monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
-        made_by = eval_linear.Checkpoint(None, weights, 7, {})
+        made_by = eval_linear.Checkpoint(None, weights, value, {})
         eval_linear.add_rows(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
     assert len({row["code"] for row in results["rows"]}) == 4
-    assert set(results["checkpoints"]) == {"a", "b"}
+    assert {name: run["step"] for name, run in results["checkpoints"].items()} == {"a": 1, "b": 3}
 
     monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") / 0)
     with pytest.raises(ZeroDivisionError):

@@ -62,7 +62,7 @@ def load_several(args: Namespace) -> list[Checkpoint]:
 
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
     """Write a figure of matplotlib's beside the other results. The file says what made it, and has
-    a checksum of this in its name, so that it replaces no other picture."""
+    a checksum of this in its name, so that it replaces none of other settings or weights."""
     made_by = json.dumps(vars(args) | {"weights": [run.fingerprint for run in runs]})
     path = eval_linear.results_path(args, f"{name}-{ser.checksum([made_by])}.png")
     figure.savefig(path, metadata={"Description": made_by})

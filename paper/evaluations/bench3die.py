@@ -61,7 +61,8 @@ class Renderings(Dataset):
 
 def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
     """The sets, as those of eval_linear.load_sets; classes are the sorted synsets."""
-    classes = sorted(path.name for path in Path(args.data).iterdir() if path.is_dir())
+    folders = [path.name for path in Path(args.data).iterdir() if path.is_dir()]
+    classes = sorted(name for name in folders if name[0] != ".")
     validated = {name.strip("/") for name in numpy.load(args.split).tolist()}
 
     missing = [name for name in validated if not Path(args.data, name).is_dir()]

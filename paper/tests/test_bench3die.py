@@ -17,7 +17,8 @@ VALIDATED = ["02691156/b", "02747177/d", "02954340/a", "02954340/c"]
 def args(tmp_path_factory):
     """50 views of each object: red tells the object, green the view, blue the border."""
     root = tmp_path_factory.mktemp("3DIEBench")
-    split = root / "val_images.npy"     # a file, and so no class
+    (root / ".hidden").mkdir()     # no class, as is the next file
+    split = root / "val_images.npy"
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))
     for number, name in reversed(list(enumerate(OBJECTS))):
         (root / name).mkdir(parents=True)
