@@ -744,5 +744,4 @@ def evaluate(args: Namespace) -> list[dict]:
 
 if __name__ == "__main__":
     evaluate(parse())
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ser.leave_group()

@@ -61,6 +61,7 @@ import os
 import random
 import re
 import sys
+import time
 import zlib
 from argparse import (
     ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction, Namespace)
@@ -982,6 +983,15 @@ def setup() -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
+def leave_group() -> None:
+    """End what `setup` began, if there are other ranks."""
+    if dist.is_initialized():
+        # A thread of gloo that drops its last tensor waits for Python. Without this pause, Python
+        # may wait for the thread, for ever (torch 2.6, pytorch/pytorch#154976).
+        time.sleep(0.1)
+        dist.destroy_process_group()
+
+
 def make_encoder(args: Namespace) -> ViT:
     """The encoder of these settings, untrained."""
     return ViT(args.image_size, args.patch_size, args.dim, args.depth, args.heads,
@@ -1160,8 +1170,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
             save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()
     return path
 
 
@@ -1337,10 +1346,6 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
         dist.all_reduce(values)
-        # Nothing reads this reference. It keeps the tensor, or torch 2.6 with gloo may hang when
-        # the process ends: the thread that drops the tensor waits for Python, which waits for
-        # the thread (see pytorch/pytorch#154976).
-        log_and_check.last_reduced = values
 
     means = dict(zip(losses, (values / ranks).tolist())) | {"lr": lr}
     bar.set_postfix(means)

@@ -5,8 +5,6 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-import torch.distributed as dist
-
 import eval_linear
 import ser
 from eval_linear import Checkpoint
@@ -39,8 +37,7 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
     """Run evaluate(args, device) with args = settings(argv), then end the group of processes."""
     args = settings(argv)
     evaluate(args, ser.setup())
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    ser.leave_group()
 
 
 def load_several(args: Namespace) -> list[Checkpoint]:

@@ -150,3 +150,4 @@ def evaluate(model: Model, args: Namespace) -> None:
 if __name__ == "__main__":
     args = settings()
     evaluate(train(args), args)
+    ser.leave_group()

@@ -247,9 +247,8 @@ def main(args: Namespace) -> None:
     rows = measure(args, ["--cache --equivariance"], blocks=(3, 12))
     check_alike(rows)
     if rows:
-        own = {row["run"]: row for row in rows}
         for run in args.runs:
-            row = own[run.name]
+            row = next(row for row in rows if row["run"] == run.name)
             print(f"{run.name:16}{run.paper or '-':>8}{row['b2']:>5} in b2, heads read [CLS] of "
                   f"{row['read by heads']} blocks  {run.script} {run.flags}")
         print(table(rows, "SER"))
