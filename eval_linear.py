@@ -188,11 +188,9 @@ def class_folder(root: str | Path, transform: Callable | None = None,
 
     # From the places of folders, which ImageFolder takes for labels, to labels.
     label_of = {name: label for label, name in enumerate(names)}
-    data.imgs = [(path, label_of[data.classes[place]]) for path, place in data.samples]
-    data.samples = data.imgs     # ImageFolder has both names
+    data.samples = [(path, label_of[data.classes[place]]) for path, place in data.samples]
     data.targets = [label for _, label in data.samples]
     data.classes = folders
-    data.class_to_idx = {folder: label_of[folder] for folder in folders}
     return data
 
 

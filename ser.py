@@ -1175,8 +1175,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-# Folders not to train on: val, test2017, ilsvrc2012_img_val, test_set, but not test-tube.
-HELD_OUT = r"(^|[^a-z])(val|valid|validation|test|testing)(_?(set|images|data|large))?[^a-z]*$"
+HELD_OUT = {"val", "valid", "validation", "test", "testing"}     # words in names of folders
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
@@ -1197,13 +1196,13 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    # If no folder is called train, one such as val or test2017 below DATA is a mistake.
+    # If no folder is called train, one such as val or ILSVRC2012_img_val below DATA is a mistake.
     names = [path.removeprefix(f"{root}/") for path in images]
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
-    held_out = [folder for folder in folders if re.search(HELD_OUT, folder)]
+    held_out = [folder for folder in folders if HELD_OUT & set(re.split("[^a-z]+", folder))]
     if root.name != "train" and held_out:
         sys.exit(f"--data {args.data}: has no train/, but {', '.join(held_out)}: name the folder "
-                 "of the images to train on")
+                 "of the images to train on, or call it train")
     return images, checksum(names)
 
 
