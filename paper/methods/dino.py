@@ -56,10 +56,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--freeze-epochs", type=nonnegative, default=1.0, help="of the last layer (DINO)")
     small = dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0,
                  out="runs/dino-small")
-    args = ser.parse(argv, parser, ser.SMALL | small)
-    if args.freeze_epochs >= args.epochs:     # Choice: as the warmup, or it would never train
-        args.freeze_epochs = args.epochs / 10
-    return args
+    return ser.parse(argv, parser, ser.SMALL | small)
 
 
 def half_cosine(start: float, end: float, progress: float) -> float:
