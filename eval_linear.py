@@ -68,7 +68,7 @@ def arguments() -> ArgumentParser:
     add("--data", default="", help="folder with train/CLASS, val/CLASS; none: synthetic images")
     add("--val", default="", help="folder of the validation classes; none: val in --data")
     add("--test", nargs="+", default=[], metavar="NAME=DIR", action="extend",
-        help="further sets to score, whose images are cropped as those of val")
+        help="further sets for heads and 20-NN; their images are cropped as those of val")
     add("--checkpoint", default="runs/ser/last.pt", help="last.pt of a run")
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
@@ -177,6 +177,7 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     if set(folders).isdisjoint(names):
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
+        print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
         names = [str(label) for label in range(len(names))]
 
     with_images = {data.classes[place] for place in data.targets}
@@ -280,8 +281,9 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
     """The features of a set, on every rank. Each rank fills in its own images and
     leaves zeros for the others; the sum over ranks has all of them."""
     ranks, rank = ser.ranks_and_rank()
-    own = torch.arange(rank, len(data), ranks)
-    batches = [indices.tolist() for indices in own.split(max(1, args.batch_size // ranks))]
+    own = list(range(rank, len(data), ranks))     # none, if there are fewer images than ranks
+    size = max(1, args.batch_size // ranks)
+    batches = [own[start:start + size] for start in range(0, len(own), size)]
     loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
 
     width = len(feature_blocks(encoder)) * encoder.dim
@@ -502,7 +504,7 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 # What a row has, and which function writes it:
 #     set, classes, block, measure, value    make_rows
 #     encoder                                evaluate; other scripts may write other keys
-#     weights, settings, images              provenance
+#     weights, settings, images, bf16        provenance
 #     code                                   add_rows
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
@@ -532,7 +534,8 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
 
 def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
     """What made a row or a head. images: what `describe_sets` says of them."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
+            "bf16": has_bf16()}
 
 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
@@ -547,11 +550,13 @@ def row_key(row: dict) -> dict:
 
 
 def results_path(args: Namespace, name: str) -> Path:
-    """The file `name` in the folder of the results, which must let us write."""
+    """The file `name` in the folder of the results, which must let us write it, as must files
+    beside it, such as its lock."""
     folder = Path(args.out or Path(args.checkpoint).parent)
     folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        sys.exit(f"nothing can be written to {folder}: name another folder by --out")
+    for path in [folder, *folder.glob(f"{Path(name).stem}.*")]:
+        if not os.access(path, os.W_OK):
+            sys.exit(f"nothing can be written to {path}: name another folder by --out")
     return folder / name
 
 

@@ -577,9 +577,6 @@ class ViT(nn.Module):
                 for matrix in module.weight.flatten(1).chunk(matrices):     # filled in place
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
-        # Choice: the patch embedding stays random, as in all commands of MoCo-v3 that pretrain
-        # ViTs (--stop-grad-conv1).
-        self.patch_embed.requires_grad_(False)
 
         # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
         # are learned, and resized to the grids of b2, as in the release. [CLS] has none.
@@ -715,6 +712,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     """L_equiv of one layer, from its maps h1 of x1, (B, D, H1, W1), and h2 of x2,
     (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
+    if aligned.shape != h2.shape:
+        raise ValueError(f"maps of shape {tuple(h2.shape)}, where {tuple(aligned.shape)} fits")
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
     return patch_ntxent(z, z_prime, temperature)
@@ -762,7 +761,10 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
+        # Choice: the patch embedding stays random, as in all commands of MoCo-v3 that pretrain
+        # ViTs (--stop-grad-conv1).
         self.encoder = encoder
+        self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
         self.predictor = mlp(out_dim, hidden, out_dim)
         self.momentum_encoder = copy.deepcopy(encoder).requires_grad_(False)
@@ -1066,6 +1068,21 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
+def refuse_other_settings(path: Path, saved: dict, settings: dict) -> None:
+    """Exit with one sentence if a run has other settings than those saved in its checkpoint."""
+    may_differ = (
+        "data", "out",                           # folders may have moved
+        "workers", "log_every", "save_every",    # no result depends on these
+        "device",                                # a run may move, with the same --bf16
+        "code")                                  # `resume` reports a change, as of data
+    differ = [
+        f"{name} {saved.get(name)} (now {settings.get(name)})"
+        for name in saved | settings
+        if name not in may_differ and saved.get(name) != settings.get(name)]
+    if differ:
+        sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+
+
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
     """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
     all, as other nodes may not see its folder. Exits if its run has other settings."""
@@ -1075,17 +1092,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         return 0
 
     saved = state["settings"]
-    may_differ = (
-        "data", "out",                           # folders may have moved
-        "workers", "log_every", "save_every",    # no result depends on these
-        "device",                                # a run may move, with the same --bf16
-        "code")                                  # a change is reported below, as is one of data
-    differ = [
-        f"{name} {saved.get(name)} (now {settings.get(name)})"
-        for name in saved | settings
-        if name not in may_differ and saved.get(name) != settings.get(name)]
-    if differ:
-        sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+    refuse_other_settings(path, saved, settings)
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
               "these are other images, give a new --out")
@@ -1141,6 +1148,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
+        # The seed is for base methods that sample, as in paper/methods/dino.py.
+        torch.manual_seed(seed_of(args.seed, "step", step, rank))
         set_learning_rate(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
@@ -1150,8 +1159,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if step == 0 and rank == 0 and views[0].b2 is not None:
             save_views(path.with_name("views.png"), views, args.patch_size)
 
-        # Forward. The seed is for base methods that sample there, as in paper/methods/dino.py.
-        torch.manual_seed(seed_of(args.seed, "step", step, rank))
+        # Forward.
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             losses = wrapped(views)
 
@@ -1170,7 +1178,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
             save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
-    leave_group()
     return path
 
 
@@ -1356,3 +1363,4 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
 
 if __name__ == "__main__":
     train(parse())
+    leave_group()

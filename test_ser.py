@@ -564,6 +564,7 @@ def rank_main(rank, ranks, out, folder):
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         ser.train(args, without_batch_norm, make_optimizer=sgd)
+        assert ser.ranks_and_rank() == (ranks, rank)     # the group is its caller's
 
     return told.getvalue(), SEEDS, pasted
 
@@ -1299,12 +1300,14 @@ def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, 
 
 
 @parametrize("classes, wanted", [("a b c d e f g h i j k", [0, 10, 2]), ("2 0 10", [1, 2, 0])])
-def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(classes, wanted, tmp_path):
+def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(
+        classes, wanted, tmp_path, capsys):
     """"10" sorts before "2"; where the classes of training are numbers, too, they are names."""
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
     given = (tmp_path, None, classes.split())
     assert [label for _, label in eval_linear.class_folder(*given)] == wanted
+    assert ("taken for the labels" in capsys.readouterr().out) == ("a" in classes)
     (tmp_path / "0").rename(tmp_path / "1")     # numbers from 1 on, or a class that is none
     assert ("label 0" in sentence(eval_linear.class_folder, *given)) == ("a" in classes)
 
@@ -1493,15 +1496,16 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     """Also on a file system without locks; and a stop while rows are written loses none."""
     monkeypatch.setattr(eval_linear.fcntl, "flock", Mock(side_effect=OSError))
     path = tmp_path / "eval.json"
-    made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
-    for value, (weights, seed, images) in enumerate(made_of, start=1):
+    made_of = ["a0x1", "a1x1", "b0x1", "a0y1", "a0x2", "a0x1"]
+    for value, (weights, seed, images, bf16) in enumerate(made_of, start=1):
+        monkeypatch.setattr(eval_linear, "has_bf16", lambda: bf16)
         monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, value, {})
         eval_linear.add_rows(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 
     results = results_of(tmp_path)
-    assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
-    assert len({row["code"] for row in results["rows"]}) == 4
+    assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5, 6]
+    assert len({row["code"] for row in results["rows"]}) == 5
     assert {name: run["step"] for name, run in results["checkpoints"].items()} == {"a": 1, "b": 3}
 
     monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") / 0)
@@ -1549,14 +1553,17 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
 
 
 @parametrize("flags, told", [("--checkpoint last.pt", "add --data"),
-                             ("--data . --checkpoint last.pt --out LOCKED", "LOCKED")])
+                             ("--data . --checkpoint last.pt --out LOCKED", "LOCKED"),
+                             ("--data . --checkpoint last.pt", "eval.lock")])
 def test_an_evaluation_refuses_before_the_work(flags, told, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_linear, "load_sets", lambda *_: pytest.fail("it began"))
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "LOCKED")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != told)
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path, data=tmp_path)
+    Path("eval.lock").touch()     # of another user
     assert told in sentence(eval_linear.evaluate, eval_linear.parse(flags.split()))
 
+    Path("eval.lock").unlink()
     Path("eval.json").write_text("damaged")
     with pytest.raises(json.JSONDecodeError):
         eval_linear.evaluate(eval_linear.parse("--data . --checkpoint last.pt".split()))
@@ -1597,6 +1604,8 @@ def test_the_loss_copied_to_other_trainings_is_that_of_two_moved_copies(elements
     found = loss(f1, project, images1, images2, 4, seeded(4), 0.7, elements)
     close(found, wanted)
     close(torch.autograd.grad(found, f1.weight)[0], torch.autograd.grad(wanted, f1.weight)[0])
+    with pytest.raises(ValueError, match="fits"):
+        loss(lambda x: f1(x)[..., :-1], project, images1, images2, 4, seeded(4))
 
 
 def test_features_are_two_lines_away(monkeypatch):

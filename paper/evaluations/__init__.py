@@ -53,6 +53,8 @@ def load_several(args: Namespace) -> list[Checkpoint]:
         args.label = args.label or list(ENCODERS)
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
+    if len(args.label) != len(args.checkpoint):
+        sys.exit(f"--label {args.label}: should be {len(args.checkpoint)} names")
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]
     return [eval_linear.read_checkpoint(path) for path in paths]
 

@@ -54,7 +54,7 @@ class Classifier(nn.Module):
     uint8 -> logits (B, C) fp32."""
     def __init__(self, encoder: ser.ViT, classes: int, drop_path: float):
         super().__init__()
-        self.encoder = encoder.requires_grad_(True).train()     # also the frozen patch embedding
+        self.encoder = encoder.train()
         add_stochastic_depth(encoder, drop_path)
 
         # Choice: the last [CLS] alone; the probe's four blocks are for features that cannot adapt.

@@ -15,7 +15,7 @@ import torch
 import ser
 
 
-def from_timm(state: dict, heads: int) -> dict:
+def from_timm(state: dict, heads: int, cls_layer: int = 0) -> dict:
     """Our checkpoint of timm's or moco-v3's. heads: of the attention, which weights do not tell."""
     state = state.get("state_dict", state.get("model", state))
     prefix = "module.base_encoder." if "module.base_encoder.cls_token" in state else ""
@@ -32,8 +32,9 @@ def from_timm(state: dict, heads: int) -> dict:
 
     # What evaluations ask for. How it was trained is not known.
     given = dict(data="images of another program", image_size=grid * patch, patch_size=patch,
-                 dim=rows.shape[2], depth=depth, heads=heads, cls_layer=0, equiv_layers=[], seed=0)
-    ser.seed_and_make_encoder(Namespace(**given)).load_state_dict(weights)     # of plain ViTs
+                 dim=rows.shape[2], depth=depth, heads=heads, cls_layer=cls_layer,
+                 equiv_layers=[], seed=0)
+    ser.make_encoder(Namespace(**given)).load_state_dict(weights)     # of plain ViTs
     return dict(step=0, settings=given, encoder=weights)
 
 
@@ -42,6 +43,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--from-timm", nargs=2, metavar=("FROM", "TO"), required=True)
     parser.add_argument("--heads", type=int, required=True, help="timm's ViT-S: 6, moco-v3's: 12")
+    parser.add_argument("--cls-layer", type=int, default=0,
+                        help="last block before [CLS] entered in your training, if it was late")
     return parser.parse_args(argv)
 
 
@@ -52,7 +55,7 @@ def convert(args: Namespace) -> None:
         sys.exit(f"{target} exists: name another file")
     state = torch.load(source, map_location="cpu", weights_only=True)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    ser.save(Path(target), **from_timm(state, args.heads))
+    ser.save(Path(target), **from_timm(state, args.heads, args.cls_layer))
 
 
 if __name__ == "__main__":

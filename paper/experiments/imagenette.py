@@ -80,15 +80,21 @@ def draw(rows: list[dict]) -> Any:
 
 def show(args: Namespace) -> None:
     """Print the tables of files of rows, and draw them."""
-    rows = []
+    found = []
     for path in args.show or Path(args.out).glob("*/rows.json"):
-        rows += [row for row in json.loads(Path(path).read_text())
-                 if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
+        found += json.loads(Path(path).read_text())
+    rows = [row for row in found
+            if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
+    if len(rows) < len(found):
+        print("rows of other --names or --seeds are left out")
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
     sweep.check_alike(rows)
+    read = {row["run"]: row.get("read by heads") for row in rows}
+    if len(set(read.values())) > 1:
+        print("linear accuracies are not alike, as heads read this many blocks:", read)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     baselines = [name for name in ("control", "MoCo-v3") if name in args.names]
     for baseline in baselines or ["control"]:

@@ -8,7 +8,8 @@ A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where
 .888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
 Flags of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
 
-A stopped sweep goes on where it was, and one that is done prints its table again.
+A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
+last.pt: a run without it is trained anew.
 
 The table has means ± std over seeds, and in brackets those of the difference to SER within a seed.
 """
@@ -72,8 +73,8 @@ LISTS = {
 
 
 def check(args: Namespace, given: list[str]) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings, or if
-    it sets one of the given flags, perhaps shortened, itself."""
+    """Exit with one sentence, before the first training, if a run cannot have its settings, has
+    begun with others, or sets one of the given flags, perhaps shortened, itself."""
     for run in args.runs:
         own = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:
@@ -85,6 +86,13 @@ def check(args: Namespace, given: list[str]) -> None:
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
         ser.check_settings(settings, n_images=settings.batch_size, ranks=1)
+
+        for seed in args.seeds:
+            path = Path(args.out, f"{run.name}-{seed}", "last.pt")
+            if path.exists() and args.data:
+                saved = ser.load_checkpoint(path)["settings"]
+                now = saved | vars(settings) | {"seed": seed}
+                ser.refuse_other_settings(path, saved, now)
 
 
 def call(words: list[str], args: Namespace) -> None:

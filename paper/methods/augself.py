@@ -105,3 +105,4 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)
+    ser.leave_group()

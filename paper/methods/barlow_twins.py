@@ -76,8 +76,6 @@ class BarlowTwins(nn.Module):
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.off_diagonal = args.off_diagonal
-        # Choice: the patch embedding is trained, as in the release; MoCo-v3's stays random.
-        encoder.patch_embed.requires_grad_(True)
         self.encoder = encoder
         self.projector = ser.mlp(encoder.dim, args.hidden, args.hidden, args.hidden)
 
@@ -100,3 +98,4 @@ def build(args: Namespace) -> ser.SER:
 
 if __name__ == "__main__":
     ser.train(settings(), build, ser.two_view_dataset, optimizer, schedule)
+    ser.leave_group()

@@ -153,8 +153,6 @@ class DINO(nn.Module):
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.args = args
-        # Choice: the patch embedding is trained, as in DINO; that of MoCo-v3 stays random.
-        encoder.patch_embed.requires_grad_(True)
         self.encoder = encoder
         self.head = Head(encoder.dim, args.hidden, args.outputs)
         self.teacher = copy.deepcopy(encoder).requires_grad_(False)
@@ -208,3 +206,4 @@ def build(args: Namespace) -> ser.SER:
 
 if __name__ == "__main__":
     ser.train(settings(), build, ser.two_view_dataset, optimizer, schedule)
+    ser.leave_group()

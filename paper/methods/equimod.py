@@ -120,3 +120,4 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> WithPlain:
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)
+    ser.leave_group()

@@ -87,3 +87,4 @@ def build(args: Namespace) -> MultiCropSER:
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)
+    ser.leave_group()

@@ -125,3 +125,4 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> Pairs:
 
 if __name__ == "__main__":
     ser.train(settings(), build, dataset)
+    ser.leave_group()

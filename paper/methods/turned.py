@@ -37,3 +37,4 @@ def dataset(source: list[str], args: Namespace) -> Turned:
 
 if __name__ == "__main__":
     ser.train(settings(), make_dataset=dataset)
+    ser.leave_group()

@@ -2,7 +2,7 @@ import torch
 from torch.utils.data import default_collate
 
 from paper.methods import augself
-from paper.tests.test_methods import check_gradients, layers, toy_on_views
+from paper.tests.test_methods import check_gradients, toy_on_views
 from ser import Augmentation
 from test_ser import close, noise
 
@@ -25,10 +25,8 @@ def test_the_loss_is_the_mean_over_both_orders_of_the_views():
     with torch.autocast("cpu", torch.bfloat16):     # in which the heads are, but not the loss
         for task in ("crop", "color"):
             difference = getattr(augself, f"{task}_difference")
-            head = model.heads[task]
-            assert layers(head) == "Linear:1 BatchNorm1d:2 ReLU:0 " * 2 + "Linear:2"
             targets = torch.cat([difference(first, second), difference(second, first)])
-            predicted = head(both_orders).float().tanh()
+            predicted = model.heads[task](both_orders).float().tanh()
             total = total + torch.nn.functional.mse_loss(predicted, targets)
         found = model.equivariance_loss([f1, f2], views)
     check_gradients(found, total, [f1, f2])

@@ -17,11 +17,10 @@ CHANNELS = {3: 0, 90: 2}     # red and blue squares; COCO's categories have gaps
 def write_split(root, name, objects):
     """Images of 32 x 32 pixels, whose ids go down. objects: category, box, if it is a crowd."""
     index = {"images": [], "annotations": [], "categories": [{"id": 3}, {"id": 90}]}
-    for place, (category, box, crowd) in enumerate(objects):
+    for number, (category, box, crowd) in zip(range(len(objects), 0, -1), objects):
         left, top, width, height = box
         picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
         picture[CHANNELS[category], top:top + height, left:left + width] = 255
-        number = len(objects) - place
         file = f"{number:012}.png"
         write_image(root / name / file, picture)
         index["images"].append(dict(id=number, file_name=file, width=32, height=32))
@@ -49,8 +48,7 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
 
 
 def test_a_patch_size_that_torchvision_would_round_is_refused():
-    encoder = ser.Namespace(patch_size=14)
-    assert "patch size is 14" in sentence(coco.detector, encoder, 3, None)
+    assert "patch size is 14" in sentence(coco.detector, ser.Namespace(patch_size=14), 3, None)
 
 
 def test_a_small_detector_finds_squares(tmp_path):
@@ -175,11 +173,9 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypat
     assert [found.shape[2] for found in model.backbone(x).values()] == [32, 16, 8, 4, 2]
 
     assert all(level[2] is not level[4] for level in model.backbone.levels)
-    four_times = model.backbone.levels[0][0]
-    assert [type(layer).__name__ for layer in four_times] == [
+    assert [type(layer).__name__ for layer in model.backbone.levels[0][0]] == [
         "ConvTranspose2d", "LayerNorm2d", "GELU", "ConvTranspose2d"]
     model.backbone.levels[2] = torch.nn.Identity()
-    tokens = encoder(x, [3]).maps[3].movedim(1, -1)
-    close(model.backbone(x)["2"], encoder.norm(tokens).movedim(-1, 1))
+    close(model.backbone(x)["2"], eval_linear.map_after(encoder, 3, x))
     monkeypatch.setattr(eval_linear, "autocast", lambda x: torch.autocast("cpu", torch.bfloat16))
     assert model.backbone(x)["0"].dtype == torch.float32

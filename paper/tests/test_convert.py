@@ -28,13 +28,14 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
         moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
         moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
         state = {"epoch": 300, "state_dict": moco}
-    with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        torch.save(state, tmp_path / "timm.pth")
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    torch.save(state, tmp_path / "timm.pth")     # as on a GPU
     out = tmp_path / "new" / "last.pt"
     run("--from-timm", tmp_path / "timm.pth", out, "--heads", heads)
     torch.testing.assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
-    settings = torch.load(out, weights_only=True)["settings"]
+    run("--from-timm", tmp_path / "timm.pth", tmp_path / "late.pt", "--heads=2", "--cls-layer=1")
+    assert ser.load_encoder(tmp_path / "late.pt").cls_layer == 1
+    settings = ser.load_checkpoint(out)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
 
 

@@ -25,8 +25,7 @@ def test_the_recipe_is_plain_and_has_mae_s_rates():
 
 
 def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):
-    autocast = torch.autocast
-    monkeypatch.setattr(torch, "autocast", lambda *_: autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(eval_linear, "autocast", lambda x: torch.autocast("cpu", torch.bfloat16))
     assert model_of(tmp_path)(pixels(2, 3, 16, 16)).dtype == torch.float32
 
 
@@ -102,8 +101,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))
     found = values(whole / "finetune.json")
     assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
-    text = (whole / "finetune.json").read_text()
-    assert text.count("train: 18 images") == 2     # in both rows
+    assert (whole / "finetune.json").read_text().count("train: 18 images") == 2     # in both rows
 
 
 def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypatch):

@@ -16,13 +16,6 @@ def table(capsys):
     return {(name, part): words for name, part, *words in map(str.split, lines)}
 
 
-def test_a_gradient_is_that_of_all_parameters():
-    layer = torch.nn.Linear(1, 1)
-    layer.weight.grad = torch.full((1, 1), 3.0)
-    layer.bias.grad = torch.full((1,), -4.0)
-    assert release.gradient(layer).tolist() == [3, -4]
-
-
 def test_the_clone_must_be_at_the_commit_of_the_claim(monkeypatch):
     answer = release.Namespace(stdout="dbe5e93f")
     monkeypatch.setattr(release.subprocess, "run", lambda *_, **more: answer)
@@ -56,8 +49,6 @@ def test_a_gather_with_gradient_would_bring_it_back(capsys, monkeypatch):
     assert zero == large and verdict[0] == "equal"
     assert float(zero) == pytest.approx(33.517, rel=0.01)     # as README says
     assert found["release", "projector"][:2] == ["none", "none"]
-    assert found["ours", "projector"][0] == "0"
-    assert float(found["ours", "projector"][1]) > 1000
 
     from builder import moco
     monkeypatch.setattr(moco, "concat_all_gather_different_shape", lambda x, _: (x, [len(x)]))

@@ -44,9 +44,8 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
     z_moved = torch.cat([heads["embed"](moved(f2, t21)), heads["embed"](moved(f1, t12))])
 
     codes = torch.cat([t12, t21])
-    u_even = heads["embed_code"](codes[0::2])
-    u_odd = heads["embed_code"](codes[1::2])
-    wanted = both_ways(z, z_moved) + 0.1 * both_ways(u_even, u_odd)
+    u = [heads["embed_code"](codes[first::2]) for first in (0, 1)]     # of even and odd images
+    wanted = both_ways(z, z_moved) + 0.1 * both_ways(*u)
     check_gradients(model.equivariance_loss([f1, f2], []), wanted, [f1, f2])
 
 

@@ -4,16 +4,14 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import create_autospec
 
 import pytest
-import torch
 
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
 from paper.tests.toys import FLAGS, class_folders, run_scripts_here
-from test_ser import log_of, sentence
+from test_ser import sentence
 
 
 @pytest.mark.parametrize("name", sweep.LISTS)
@@ -25,22 +23,21 @@ def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     for training, evaluation in zip(lines[::2], lines[1::2]):
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
         settings = getattr(program, "settings", ser.parse)(training[1:])
-        with torch.device("meta"):
-            model = program.build(settings)
         assert (settings.depth, settings.dim, settings.seed) == (12, 384, 3)
         trained[str((program, vars(settings) | {"out": ""}))] = (settings.ratio, settings.group)
         known = eval_linear.arguments().parse_args(evaluation[1:])
         assert known.checkpoint == f"{settings.out}/last.pt"
         assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
         if own := re.search(r"/layer-(\d+)-3", settings.out):     # [CLS] enters after it, or at 0
-            assert settings.cls_layer == int(own[1]) % 12 and list(model.projectors) == [own[1]]
+            layer = int(own[1])
+            assert (settings.cls_layer, settings.equiv_layers) == (layer % 12, [layer])
         if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
             assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
             wanted = {"equimod": (1, 0.2), "augself": (0.5, 0.3)}[own[1]]
             assert (settings.weight, settings.temperature) == wanted
         assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
         assert "/lambda-" not in settings.out or f"/lambda-{settings.weight:g}-3" in settings.out
-        assert "all-layers" not in settings.out or len(model.projectors) == 12
+        assert "all-layers" not in settings.out or settings.equiv_layers == [*range(1, 13)]
     assert len(trained) == len(lines) / 2 >= 4
     ratios, groups = zip(*trained.values())
     assert name != "r" or ratios == (0.005, 0.02, 0, 0.01)
@@ -56,7 +53,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     class_folders(tmp_path / "train", per_class=3)
     class_folders(tmp_path / "val", per_class=1, seed=6)
     line = f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --base-lr 0.1"
-    argv = [*line.split(), *FLAGS]
+    argv = [*line.split(), "--launcher", f"{sys.executable} -u", *FLAGS]
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
@@ -75,33 +72,28 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
     theirs += [row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0}]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
-    with monkeypatch.context() as edited:
-        edited.setattr(eval_linear, "CODE_CHECKSUM", "edited")
-        sweep.main(sweep.settings(argv))
+    monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", "edited")
+    sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "other code" in told and "eval_linear.py" not in told     # what is done is not repeated
-    assert [line.get("step") for line in log_of(out / "SER-4")] == [None, 1, 2, None]
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
 
     # Nor does an evaluation of the run before it had ended, which names its start as well.
     results["rows"] = [row for row in theirs if row["encoder"] == "untrained"]
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
-    words = f"--cache --equivariance --data {tmp_path} --workers 0"
-    for seed, counts in ((4, True), (5, False)):
-        line = f"--checkpoint {out}/SER-{seed}/last.pt {words}"
-        found = sweep.own_rows(line.split(), f"{out}/SER-{seed}", theirs[-1]["images"])
-        assert bool(found) == counts
+    sweep.main(sweep.settings(argv))
+    assert capsys.readouterr().out.count("eval_linear.py") == 1
+    assert "base_lr 0.1 (now 0.2)" in sentence(sweep.settings, [*argv, "--base-lr", "0.2"])
 
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     # It is called between reading and writing, when the others would have read the same.
     monkeypatch.setattr(eval_linear, "provenance", lambda args, *_: time.sleep(0.05) or vars(args))
-    checkpoint = eval_linear.Checkpoint(None, "weights", 7, {})
+    made_by = eval_linear.Checkpoint(None, "weights", 7, {})
     path = tmp_path / "eval.json"
     with ThreadPoolExecutor() as threads:
         for seed in range(4):
-            args = ser.Namespace(seed=seed)
-            threads.submit(eval_linear.add_rows, path, [{"value": 1}], args, checkpoint, "images")
+            threads.submit(eval_linear.add_rows, path, [{}], ser.Namespace(seed=seed), made_by, "")
     assert len(eval_linear.read_results(path)["rows"]) == 4
 
 
@@ -112,13 +104,6 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (imagenette, "--see 2", "--see: the run MoCo-v3")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
-
-
-def test_a_launcher_may_have_flags(monkeypatch):
-    launched = create_autospec(sweep.subprocess.run)
-    monkeypatch.setattr(sweep.subprocess, "run", launched)
-    sweep.call(["ser.py"], ser.Namespace(launcher="torchrun --nproc_per_node=8", print=False))
-    assert launched.call_args.args == (["torchrun", "--nproc_per_node=8", "ser.py"],)
 
 
 def test_table_4_is_of_the_blocks_3_and_12(monkeypatch):
@@ -133,25 +118,20 @@ def test_rows_are_means_over_evaluations():
     turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}
     found = [linear | {"value": value} for value in (10, 60, 20)]
     found += [turns, turns | {"block": 5}, turns | {"encoder": "untrained", "value": 0.25}]
-    for run, names in (("SER", ["SER", "SER", "untrained"]), ("control", ["control", "control"])):
-        rows = sweep.means(found, run, 4, (2, 4))
-        assert [row.pop("run") for row in rows] == names
-        wanted = linear | {"seed": 4, "value": 30, "values": [10, 60, 20]}
-        assert rows[0] | {"encoder": "trained"} == wanted
-        turned = [(row["block"], row["values"]) for row in rows[1:]]
-        assert turned == [(2, [0.5]), (2, [0.25])][:len(turned)]
+    first, *others = sweep.means(found, "SER", 4, (2, 4))
+    wanted = linear | {"run": "SER", "seed": 4, "value": 30, "values": [10, 60, 20]}
+    assert first | {"encoder": "trained"} == wanted
+    turned = [(row["run"], row["block"], row["values"]) for row in others]
+    assert turned == [("SER", 2, [0.5]), ("untrained", 2, [0.25])]
+    assert [row["run"] for row in sweep.means(found, "control", 4, (2, 4))] == 2 * ["control"]
 
 
 def test_the_table_has_means_and_differences_within_a_seed():
-    """The differences -1, -1 have no spread, though the values have. Of several groups of classes
-    the first counts, which is that of all."""
+    """Differences -1, -1 have no spread. Of several groups of classes the first, of all, counts."""
     rows = []
     for run, seed, value in (("a", 0, 49), ("a", 1, 51), ("b", 1, 52), ("b", 0, 50)):
-        for measure, block, number in (("20-NN top-1 %", 6, value), ("20-NN top-1 %", 6, 0),
-                                       ("cosine", 2, value / 100), ("retrieval", 2, value / 100)):
-            rows.append(dict(run=run, seed=seed, measure=measure, block=block, value=number))
+        row = dict(run=run, seed=seed, measure="20-NN top-1 %", block=6, value=value)
+        rows += [row, row | {"value": 0}]
     assert sweep.table(rows, "b").splitlines()[2:] == [
         "| seeds | 0 1 | 0 1 |",
-        "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |",
-        "| cosine, block 2 | 0.500 ± 0.014 (-0.010 ± 0.000) | 0.510 ± 0.014 (0.000 ± 0.000) |",
-        "| retrieval %, block 2 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |"]
+        "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |"]

@@ -72,17 +72,14 @@ def test_each_layer_is_measured_on_other_images(flags, layers, tmp_path, monkeyp
     monkeypatch.setattr(transformations, "probe", sums)
     monkeypatch.setattr(transformations, "PAPER_LAYERS", [1, 3])
     path = toy_checkpoint(tmp_path)
-    line = f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000"
-    call(transformations, line, flags)
+    call(transformations, f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000", flags)
     assert capsys.readouterr().out.count("78.68") == len(layers) - 1     # of flips, by SER
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
-    weights = {name: eval_linear.fingerprint(encoder) for name, encoder in encoders.items()}
     for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        place = {"encoder": name, "weights": weights[name], "block": layer,
+        place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}
-        found = values(tmp_path / "transformations.json", **place)
-        assert found == pytest.approx(wanted, 1e-4)
+        assert values(tmp_path / "transformations.json", **place) == pytest.approx(wanted, 1e-4)
         assert list(values(tmp_path / "transformations.json", **place, classes=2)) == ["flip %"]
