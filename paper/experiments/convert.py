@@ -43,8 +43,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("--from-timm", nargs=2, metavar=("FROM", "TO"), required=True)
     parser.add_argument("--heads", type=int, required=True, help="timm's ViT-S: 6, moco-v3's: 12")
-    parser.add_argument("--cls-layer", type=int, default=0,
-                        help="last block before [CLS] entered in your training, if it was late")
+    parser.add_argument("--cls-layer", type=int, default=0, help="last block before [CLS] entered")
     return parser.parse_args(argv)
 
 

@@ -80,9 +80,8 @@ def draw(rows: list[dict]) -> Any:
 
 def show(args: Namespace) -> None:
     """Print the tables of files of rows, and draw them."""
-    found = []
-    for path in args.show or Path(args.out).glob("*/rows.json"):
-        found += json.loads(Path(path).read_text())
+    paths = args.show or Path(args.out).glob("*/rows.json")
+    found = [row for path in paths for row in json.loads(Path(path).read_text())]
     rows = [row for row in found
             if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
     if len(rows) < len(found):
@@ -92,14 +91,10 @@ def show(args: Namespace) -> None:
     if len(set(places)) < len(places):
         sys.exit("several rows are of one run and seed: show their files one after another")
     sweep.check_alike(rows)
-    read = {row["run"]: row.get("read by heads") for row in rows}
-    if len(set(read.values())) > 1:
-        print("linear accuracies are not alike, as heads read this many blocks:", read)
     rows.sort(key=lambda row: ["untrained", *NAMES].index(row["run"]))
     baselines = [name for name in ("control", "MoCo-v3") if name in args.names]
     for baseline in baselines or ["control"]:
-        print(f"\nin brackets the difference to {baseline}\n")
-        print(sweep.table(rows, baseline))
+        print(f"\nin brackets the difference to {baseline}\n\n{sweep.table(rows, baseline)}")
     if args.figure:
         draw(rows).savefig(args.figure, dpi=150)
 

@@ -63,7 +63,6 @@ def count() -> dict[str, float]:
 def training_step(flags: list[str]) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number, on crops of noise."""
     args = ser.parse(["--data", "given", *flags])
-    ser.check_settings(args, args.batch_size, ranks=1)
     device = ser.setup()
     model = ser.build(args).to(device)
     optimizer = ser.adamw(model, args)
@@ -161,8 +160,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="in which all sides are timed; on "
                         "a GPU take 100 for steps, as it prepares kernels for each new grid of b2")
     args, args.flags = parser.parse_known_args(argv)
-    if args.rows == "loader" and not args.data:
-        parser.error("--rows loader needs --data")
     if args.rows != "step":
         parser.parse_args(argv)     # exits, as only steps have flags of ser.py
     return args

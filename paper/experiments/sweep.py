@@ -91,8 +91,7 @@ def check(args: Namespace, given: list[str]) -> None:
             path = Path(args.out, f"{run.name}-{seed}", "last.pt")
             if path.exists() and args.data:
                 saved = ser.load_checkpoint(path)["settings"]
-                now = saved | vars(settings) | {"seed": seed}
-                ser.refuse_other_settings(path, saved, now)
+                ser.refuse_other_settings(path, saved, saved | vars(settings) | {"seed": seed})
 
 
 def call(words: list[str], args: Namespace) -> None:
@@ -211,10 +210,11 @@ def spread(values: list[float], measure: str) -> str:
 def table(rows: list[dict], baseline: str) -> str:
     """A column for each run, and a line for each measure on val, among all classes."""
     runs = dict.fromkeys(row["run"] for row in rows)
-    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"]]
+    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"], ["blocks that heads read"]]
     for run in runs:
-        seeds = {str(row["seed"]) for row in rows if row["run"] == run}
-        lines[2].append(" ".join(sorted(seeds)))
+        own = [row for row in rows if row["run"] == run]
+        lines[2].append(" ".join(sorted({str(row["seed"]) for row in own})))
+        lines[3].append(str(own[0].get("read by heads", "-")))     # older rows do not tell
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         base = select(rows, baseline, measure, block)
         title, *_ = eval_linear.table_format(measure)
@@ -257,8 +257,8 @@ def main(args: Namespace) -> None:
     if rows:
         for run in args.runs:
             row = next(row for row in rows if row["run"] == run.name)
-            print(f"{run.name:16}{run.paper or '-':>8}{row['b2']:>5} in b2, heads read [CLS] of "
-                  f"{row['read by heads']} blocks  {run.script} {run.flags}")
+            numbers = f"{run.paper or '-':>8}{row['b2']:>5} in b2"
+            print(f"{run.name:16}{numbers}  {run.script} {run.flags}")
         print(table(rows, "SER"))
 
 

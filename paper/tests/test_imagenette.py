@@ -80,10 +80,6 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | other for row in rows]))
         imagenette.main(imagenette.settings(twice))
         assert "several versions of the code" in capsys.readouterr().out
-    unlike = [row | {"seed": 5, "read by heads": len(row["run"])} for row in rows]
-    (out / "others.json").write_text(json.dumps(unlike))
-    imagenette.main(imagenette.settings(twice[:2] + twice[3:] + ["--seeds", "5"]))
-    assert "{'untrained': 9, 'SER': 3}" in capsys.readouterr().out
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))

@@ -41,7 +41,6 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
     words = f"--rows loader --data {tmp_path} --rounds 1".split()
     pytest.raises(SystemExit, overhead.settings, [*words, "--bf16"])     # of steps alone
-    pytest.raises(SystemExit, overhead.settings, ["--rows", "loader"])     # without images
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
           patch.object(ser, "prepare_view", wraps=ser.prepare_view) as ours,
