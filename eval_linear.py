@@ -177,7 +177,9 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     if set(folders).isdisjoint(names):
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
-        print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
+        _, rank = ser.ranks_and_rank()
+        if rank == 0:
+            print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
         names = [str(label) for label in range(len(names))]
 
     with_images = {data.classes[place] for place in data.targets}
@@ -419,8 +421,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g
     is `relative` of two motions, as in training. Some g leave an image as it is."""
     # Choice: the cosine is of each token, as A.2 does not say.
-    # Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1: as in training,
-    # g scales by g2 alone.
+    # Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1: g scales by g2 alone,
+    # as x is not scaled.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -504,8 +506,9 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 # What a row has, and which function writes it:
 #     set, classes, block, measure, value    make_rows
 #     encoder                                evaluate; other scripts may write other keys
-#     weights, settings, images, bf16        provenance
+#     weights, settings, images              provenance
 #     code                                   add_rows
+# Settings are all flags, so the same evaluation with other --workers has rows of its own.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of one module from those of another. An encoder
     is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
@@ -534,8 +537,7 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
 
 def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
     """What made a row or a head. images: what `describe_sets` says of them."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images,
-            "bf16": has_bf16()}
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 
 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
@@ -550,12 +552,13 @@ def row_key(row: dict) -> dict:
 
 
 def results_path(args: Namespace, name: str) -> Path:
-    """The file `name` in the folder of the results, which must let us write it, as must files
-    beside it, such as its lock."""
+    """The file `name` in the folder of the results. The folder must let us write, as must
+    the files of another user's evaluation to which this one would add."""
     folder = Path(args.out or Path(args.checkpoint).parent)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [folder, *folder.glob(f"{Path(name).stem}.*")]:
-        if not os.access(path, os.W_OK):
+    added_to = [(folder / name).with_suffix(suffix) for suffix in (".lock", ".jsonl")]
+    for path in [folder, *added_to]:
+        if path.exists() and not os.access(path, os.W_OK):
             sys.exit(f"nothing can be written to {path}: name another folder by --out")
     return folder / name
 

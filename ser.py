@@ -48,7 +48,7 @@ A few fields, arguments and functions here are for them alone.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
-    R        ranks, the processes of torchrun, one for each GPU
+    R        ranks, the processes of torchrun, on GPUs one for each
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
     D K      width of the encoder, width of a projection
@@ -137,8 +137,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
-    # On CPUs, only these types can be antialiased. So others, such as bfloat16 maps of another
-    # f1, become float32, on all devices.
+    # On CPUs, only these types can be antialiased. So others become float32, on all devices.
+    # Maps of our encoder are float32, also under autocast; those of others may be bfloat16.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
@@ -164,8 +164,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # Without `contiguous`, the result would have the memory layout of a turned map, in which
-    # later sums round differently.
+    # Without `contiguous`, the result would keep the layout of a turned map in memory. Later sums
+    # would add its values in another order, so the last bits of losses would change.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -181,8 +181,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
     #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
     #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # Choice, unlike 3.1: one resize, straight to the grid of view 2, in place of S1^-1 and
-    # S2, as two blur more.
+    # Choice, unlike 3.1: one resize in place of S1^-1 and S2, as two blur more. A map of view 1
+    # is flipped and turned as it is, and then brought to the size of view 2.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -376,8 +376,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from torch's generator for CPUs. torch.manual_seed would
-        # seed those of other devices, too, and take longer than to read a small image.
+        # RandomResizedCrop samples from torch's generator for CPUs. This seeds it alone, as
+        # torch.manual_seed also seeds other devices, and takes longer than to read a small image.
         torch.default_generator.manual_seed(seed)
         return [prepare_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -488,7 +488,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-offsets ** 2 / (2 * sigma ** 2), dim=-1)
+    kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
 
     # A convolution in B groups has a kernel for each channel. So the images become
     # channels, and the three colours become the batch.
@@ -547,6 +547,7 @@ class Encoded(NamedTuple):
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
     cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] there, for evaluations and paper/
+    # Choice: maps and cls_at do not pass the final LayerNorm, not even after the last block.
 
 
 class ViT(nn.Module):
@@ -594,7 +595,6 @@ class ViT(nn.Module):
         x = x + resize(self.pos_embed, (H, W))
         x = x.flatten(2).mT                      # (B, N, D)
 
-        # Choice: maps do not pass the final LayerNorm, not even after the last block.
         maps = {}
         cls_at = {}
 
@@ -713,7 +713,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     (B, D, H2, W2), where g takes view 1 to view 2."""
     aligned = rho(g, h1)                      # (B, D, H2, W2)
     if aligned.shape != h2.shape:
-        raise ValueError(f"maps of shape {tuple(h2.shape)}, where {tuple(aligned.shape)} fits")
+        raise ValueError(f"h2 is of shape {tuple(h2.shape)}, and should be {tuple(aligned.shape)}")
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
     return patch_ntxent(z, z_prime, temperature)
@@ -761,8 +761,8 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
-        # Choice: the patch embedding stays random, as in all commands of MoCo-v3 that pretrain
-        # ViTs (--stop-grad-conv1).
+        # As MoCo-v3 (4.1), in all commands that pretrain ViTs (--stop-grad-conv1): the patch
+        # embedding stays random.
         self.encoder = encoder
         self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
@@ -988,8 +988,8 @@ def setup() -> torch.device:
 def leave_group() -> None:
     """End what `setup` began, if there are other ranks."""
     if dist.is_initialized():
-        # A thread of gloo that drops its last tensor waits for Python. Without this pause, Python
-        # may wait for the thread, for ever (torch 2.6, pytorch/pytorch#154976).
+        # In torch 2.6, a process may hang here: a thread of gloo still waits for Python's lock,
+        # and Python for the thread. This pause lets it end first (pytorch/pytorch#154976).
         time.sleep(0.1)
         dist.destroy_process_group()
 
@@ -1068,21 +1068,6 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def refuse_other_settings(path: Path, saved: dict, settings: dict) -> None:
-    """Exit with one sentence if a run has other settings than those saved in its checkpoint."""
-    may_differ = (
-        "data", "out",                           # folders may have moved
-        "workers", "log_every", "save_every",    # no result depends on these
-        "device",                                # a run may move, with the same --bf16
-        "code")                                  # `resume` reports a change, as of data
-    differ = [
-        f"{name} {saved.get(name)} (now {settings.get(name)})"
-        for name in saved | settings
-        if name not in may_differ and saved.get(name) != settings.get(name)]
-    if differ:
-        sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
-
-
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
     """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
     all, as other nodes may not see its folder. Exits if its run has other settings."""
@@ -1092,7 +1077,17 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         return 0
 
     saved = state["settings"]
-    refuse_other_settings(path, saved, settings)
+    may_differ = (
+        "data", "out",                           # folders may have moved
+        "workers", "log_every", "save_every",    # no result depends on these
+        "device",                                # a run may move, with the same --bf16
+        "code")                                  # a change is reported below, as is one of data
+    differ = [
+        f"{name} {saved.get(name)} (now {settings.get(name)})"
+        for name in saved | settings
+        if name not in may_differ and saved.get(name) != settings.get(name)]
+    if differ:
+        sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
               "these are other images, give a new --out")
@@ -1114,8 +1109,9 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path."""
-    # Images and steps. The code is read first, as its file may soon be edited.
+    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path. At the
+    end of your script, call `leave_group`."""
+    # Images and steps. The checksum is taken first, as this file may be edited while it runs.
     code = code_checksum()
     device = setup()
     ranks, rank = ranks_and_rank()

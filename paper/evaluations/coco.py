@@ -44,7 +44,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--iterations", type=ser.count, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=ser.count, default=32, help="images per step, over all ranks")
     add("--base-lr", type=ser.positive, default=1e-4, help="rate, for any batch (ViTDet: for 64)")
-    add("--size", type=ser.count, default=800, help="shorter side, pixels, of at least ten patches")
+    add("--size", type=ser.count, default=800, help="shorter side, pixels (at least ten patches)")
     add("--save-every", type=ser.count, default=500, help="steps between checkpoints and log lines")
     return parser.parse_args(argv)
 

@@ -89,7 +89,7 @@ def train(args: Namespace) -> Model:
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
     assert 16 % ranks == 0, "the ranks share the 16 images of L_equiv"
-    eval_linear.load_sets(eval_linear.parse(["--data", args.data]), size=1)     # train, val?
+    eval_linear.load_sets(eval_linear.parse(["--data", args.data]), size=1)     # or exit now
     data = ImageFolder(f"{args.data}/train", four_views)
     sampler = DistributedSampler(data, ranks, rank, seed=1000 * args.seed, drop_last=True)
     loader = DataLoader(

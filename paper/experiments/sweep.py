@@ -73,8 +73,8 @@ LISTS = {
 
 
 def check(args: Namespace, given: list[str]) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings, has
-    begun with others, or sets one of the given flags, perhaps shortened, itself."""
+    """Exit with one sentence, before the first training, if a run cannot have its settings, or if
+    it sets one of the given flags, perhaps shortened, itself."""
     for run in args.runs:
         own = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:
@@ -86,12 +86,6 @@ def check(args: Namespace, given: list[str]) -> None:
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
         ser.check_settings(settings, n_images=settings.batch_size, ranks=1)
-
-        for seed in args.seeds:
-            path = Path(args.out, f"{run.name}-{seed}", "last.pt")
-            if path.exists() and args.data:
-                saved = ser.load_checkpoint(path)["settings"]
-                ser.refuse_other_settings(path, saved, saved | vars(settings) | {"seed": seed})
 
 
 def call(words: list[str], args: Namespace) -> None:
@@ -138,8 +132,11 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         sets = eval_linear.load_sets(eval_linear.parse(data), size=1)     # of any size
         images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
+    # Runs that have begun go first, as they refuse other flags than theirs.
+    order = sorted(product(args.seeds, args.runs), key=lambda pair: not Path(
+        args.out, f"{pair[1].name}-{pair[0]}", "last.pt").exists())
     rows = []
-    for seed, run in product(args.seeds, args.runs):
+    for seed, run in order:
         out = f"{args.out}/{run.name}-{seed}"
         flags = [*args.flags, *run.flags.split(), *data, "--seed", str(seed), "--out", out]
         call([*run.script.split(), *flags], args)
@@ -210,11 +207,13 @@ def spread(values: list[float], measure: str) -> str:
 def table(rows: list[dict], baseline: str) -> str:
     """A column for each run, and a line for each measure on val, among all classes."""
     runs = dict.fromkeys(row["run"] for row in rows)
-    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"], ["blocks that heads read"]]
+    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"], ["blocks read by heads"]]
     for run in runs:
         own = [row for row in rows if row["run"] == run]
         lines[2].append(" ".join(sorted({str(row["seed"]) for row in own})))
         lines[3].append(str(own[0].get("read by heads", "-")))     # older rows do not tell
+    if len(set(lines[3][1:])) == 1:
+        del lines[3]     # which does not help to compare
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         base = select(rows, baseline, measure, block)
         title, *_ = eval_linear.table_format(measure)

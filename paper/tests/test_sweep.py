@@ -59,7 +59,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
     assert "   69.51    0 in b2  -m paper.methods.equimod" in told
     assert "   69    2 in b2  ser.py" in told and "other code" not in told
-    assert "| blocks that heads read | 3 | 2 | 2 |" in told     # of [CLS], which enters late
+    assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     results = json.loads((out / "SER-5" / "eval.json").read_text())
@@ -84,7 +84,11 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     sweep.main(sweep.settings(argv))
     assert capsys.readouterr().out.count("eval_linear.py") == 1
-    assert "base_lr 0.1 (now 0.2)" in sentence(sweep.settings, [*argv, "--base-lr", "0.2"])
+    # Runs that are there refuse other settings before another is trained.
+    monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
+    other = sweep.settings([*argv, "--base-lr", "0.2"])
+    assert "base_lr 0.1 (now 0.2)" in sentence(sweep.main, other)
+    assert not (out / "new-4").exists()
 
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
@@ -135,5 +139,5 @@ def test_the_table_has_means_and_differences_within_a_seed():
         rows += [row | ({"read by heads": 4} if run == "a" else {}), row | {"value": 0}]
     assert sweep.table(rows, "b").splitlines()[2:] == [
         "| seeds | 0 1 | 0 1 |",
-        "| blocks that heads read | 4 | - |",
+        "| blocks read by heads | 4 | - |",
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |"]
