@@ -120,6 +120,8 @@ def photos(args: Namespace, name: str, train: bool) -> Dataset:
     to_float = v2.ToDtype(torch.float32, scale=True)
     transforms = v2.Compose([v2.ToImage(), to_float, v2.ClampBoundingBoxes()])
     data = CocoDetection(Path(args.data, name), index_of(args, name), transforms=transforms)
+    for annotation in data.coco.anns.values():
+        annotation.pop("segmentation", None)     # gigabytes, of which each worker has its copy
 
     if train:
         # A detector learns neither from crowds nor from boxes without an area.
