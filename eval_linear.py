@@ -307,8 +307,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     """A linear head or a three-layer MLP: features (B, width) -> logits (B, classes)."""
     layers = []
     if mlp:
-        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom it
-        # follows. They train by Adam. Here it is SGD, as for linear heads.
+        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom 4.2
+        # follows. Choice, unlike them, who train by Adam: SGD, as for linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
     last = nn.Linear(width, classes)

@@ -38,10 +38,10 @@ Comments have three tags:
     Choice, unlike X    here we depart from X, which the paper prescribes or keeps
     Paper:              the paper prescribes this, which may surprise
 
-"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv has
-no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines 956 to
-962). So we do not know which code gave the paper's results. But the release decides much that
-the paper leaves open, so it is named where we follow it.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. The paper says that
+its results are of this repository. But its L_equiv has no gradient, as all tokens are detached
+when they are gathered (builder/moco.py, lines 956 to 962). So they may be of another version.
+The release decides much that the paper leaves open, and is named where we follow it.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
 A few fields, arguments and functions here are for them alone.
@@ -115,12 +115,13 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: we read the range [0.7, 1.3] of 4.1 as one of areas, as random resized crops
-    # have it. The range of the aspect is the release's. We sample it log-uniformly.
+    # Choice: we read the range [0.7, 1.3] of 4.1 as one of areas, as the release. The aspect is
+    # sampled log-uniformly from the release's range, as there.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
     # Paper: sides are whole numbers of tokens (3.2).
-    # Choice: they are rounded.
+    # Choice, unlike 4.1: they are rounded, as in the release. So areas of 14 x 14 tokens are
+    # scaled by 0.66 to 1.38.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -164,8 +165,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # Without `contiguous`, the result would keep the layout of a turned map in memory. Later sums
-    # would add its values in another order, so the last bits of losses would change.
+    # Without `contiguous`, an image that is not resized could keep the layout of a turned one in
+    # memory. Later sums over its pixels would add in another order, and change in their last bits.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -181,8 +182,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
     #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
     #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # Choice, unlike 3.1: one resize in place of S1^-1 and S2, as two blur more. A map of view 1
-    # is flipped and turned as it is, and then brought to the size of view 2.
+    # S2 and S1^-1 are one resize, as two would blur more: a map of view 1 is flipped and turned
+    # as it is, and then brought to the size of view 2.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -211,7 +212,8 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
 #
-# What is random comes from seeds, so that a run can be repeated, on a CPU bit for bit:
+# What is random comes from seeds, so that a run can be repeated, on a CPU bit for bit if ranks,
+# threads and PyTorch are the same:
 #
 #     the first weights                 --seed
 #     the order of the images           --seed and epoch
@@ -235,7 +237,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank
     # rounds its own share, as all need equally many (`gather`). So r = .01 of 2048
     # is 24 images on 8 ranks, a share of .0117, and 20 on one. Halves are rounded up,
-    # unlike by `round`.
+    # unlike by `round`, which the release takes.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -364,7 +366,7 @@ class ViewDataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.prepare_views(self.load(index), item)
 
-    # Data sets in paper/methods with further views call `load` and `prepare_views` themselves.
+    # The data sets of equimod.py and stl.py in paper/methods call these two themselves.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -484,7 +486,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
-    # Choice: all kernels of a batch reach to about three times the largest sigma.
+    # Choice: all kernels of a batch reach to three or four times the largest sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
@@ -580,7 +582,8 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
         # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
-        # are learned, and resized to the grids of b2, as in the release. [CLS] has none.
+        # are learned, as in the release, and resized to the grids of b2, there bicubically. [CLS]
+        # has none, as in the release's SER, but not in its MoCo-v3.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -629,7 +632,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
     with GELU, to 512."""
-    # Choice: a LayerNorm, and linear layers of one width without biases, as in the release.
+    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
+    # release, but for its eps. Choice: no biases, as there.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -639,7 +643,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 class AllGather(torch.autograd.Function):
     """`dist.all_gather` with a gradient. torch.distributed.nn has one as well, which is
-    undocumented and may change."""
+    undocumented, and deprecated in PyTorch 2.14."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -692,7 +696,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positives = (z * z_prime).sum(-1) / temperature                    # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # Choice: negatives are tokens of *other* images alone, as in 3.3. Algorithm 1 has "other
+        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 has "other
         # images/tokens", and A.4 "other images and spatial locations", which may mean tokens of
         # the same image, too. Image i of this rank is number rank * B + i among the keys.
         _, rank = ranks_and_rank()
@@ -728,8 +732,9 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP: linear layers without biases, BatchNorm and ReLU between them, and at the
     end a BatchNorm without affine parameters."""
-    # Choice: the statistics of BatchNorm are of b1 and b2 together, as the loss is. On several
-    # GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does. On CPUs, each rank has its own.
+    # Choice, unlike Eq. 3: the statistics of BatchNorm are of b1 and b2 together, as the loss is,
+    # and as in the release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # On CPUs, each rank has its own.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -899,7 +904,8 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(
         formatter_class=ArgumentDefaultsHelpFormatter,
-        description="Without --data, other defaults hold, those of SMALL in ser.py.")
+        description="Without --data, other defaults hold: see SMALL in ser.py, or `small` in "
+        "the script of another method.")
 
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
@@ -986,9 +992,9 @@ def setup() -> torch.device:
 
 
 def leave_group() -> None:
-    """End what `setup` began, if there are other ranks."""
+    """Leave the group of processes that `setup` joined, if it joined one."""
     if dist.is_initialized():
-        # In torch 2.6, a process may hang here: a thread of gloo still waits for Python's lock,
+        # In torch 2.6 and 2.7, a process may hang here: a thread of gloo waits for Python's lock,
         # and Python for the thread. This pause lets it end first (pytorch/pytorch#154976).
         time.sleep(0.1)
         dist.destroy_process_group()
@@ -1044,7 +1050,8 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds. Exits with one sentence if it is another program's."""
+    """What a checkpoint holds. Exits with one sentence if it is a dictionary of another program;
+    PyTorch itself refuses files that hold more than weights and plain values."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -1225,7 +1232,7 @@ def code_checksum() -> str:
 
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB."""
-    # Choice: EXIF flags are ignored, as in torchvision's ImageFolder.
+    # EXIF flags are ignored, as by torchvision's ImageFolder, which MoCo-v3 takes.
     try:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
@@ -1334,7 +1341,7 @@ def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]
 
 
 def save_views(path: Path, views: Sequence[View], cell: int) -> None:
-    """Draw rho_g(x1) and x2 of up to eight images, alike up to colours and resampling."""
+    """Draw rho_g(x1) and x2 of up to eight images, alike up to their jitter and resampling."""
     view1, view2 = views[:2]
     moved = rho(relative(view2.geometry, view1.geometry), view1.b2, cell)
     pairs = torch.stack([moved, view2.b2], dim=1)[:8].flatten(0, 1)

@@ -23,7 +23,7 @@ def arguments(data: str, several: bool = False, samples: bool = True) -> Argumen
     add("--data", required=True, help=data)
     if several:
         add("--checkpoint", nargs="+", help="last.pt of one or more runs; none: paper/encoders")
-        add("--label", nargs="+", help="their names; none: their paths")
+        add("--label", nargs="+", help="their names; none: their paths, or those of ENCODERS")
     else:
         add("--checkpoint", required=True, help="last.pt of a run of any method")
     add("--out", default="", help="folder of the results; none: that of the first checkpoint")
@@ -42,7 +42,7 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 def load_several(args: Namespace) -> list[Checkpoint]:
     """The checkpoints of a comparison, by default those of `ENCODERS`. Results go beside the
-    first, and labels are their paths, if the command line does not say otherwise."""
+    first, and labels of others are their paths, if the command line does not say otherwise."""
     # With DATA/train/CLASS/, train and val would be taken for classes.
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")

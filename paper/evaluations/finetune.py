@@ -34,7 +34,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
-    # Choice: fewer than MAE (100) and MoCo-v3's ViT-B (150), which train with mixup.
+    # Choice: fewer than MAE's ViT-B (100) and MoCo-v3's (150), which train with mixup.
     add("--epochs", type=ser.count, default=50, help="passes over the training images")
     add("--batch-size", type=ser.count, default=1024, help="images per step, over all ranks")
     # Choice: MAE's values for its base model, with the layer decay of its larger ones.

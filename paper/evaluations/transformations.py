@@ -91,7 +91,8 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
-    """Measure a checkpoint, and the random weights it began with; write the result and print it."""
+    """Measure a checkpoint, and random weights, those it began with if they are known; write the
+    result and print it."""
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "transformations.json")
     run = Namespace(**checkpoint.settings)

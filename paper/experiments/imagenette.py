@@ -53,7 +53,7 @@ def draw(rows: list[dict]) -> Any:
 
     here = {row["run"] for row in rows}
     runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
-    # Rows of rotated images are by robustness.py, and may not be there.
+    # Rows of rotated images were put in by hand: means of robustness.py over three angles.
     panels = [panel for panel in panels
               if all(sweep.select(rows, run, *panel[:2]) for run in runs)]
 

@@ -4,10 +4,11 @@
     python -m paper.experiments.release --release release
 
 The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
-one process with gloo, with the settings of run_pretrain.sh but for lambda. Four things around them
-are replaced. Their `device=rank` and `.cuda()` become the CPU, the package kornia is an empty
-stand-in, so that no image is jittered, and one process needs no DistributedDataParallel. The mode
-`erl` of run_pretrain.sh, which the release's own parser refuses, is `erl_inv`.
+one process with gloo, with the settings of run_pretrain.sh but for lambda, on eight synthetic
+images, half of them b2. Four things around them are replaced. Their `device=rank` and `.cuda()`
+become the CPU, the package kornia is an empty stand-in, so that no image is jittered, and one
+process needs no DistributedDataParallel. Its mode `erl`, which its own parser refuses, is
+`erl_inv`.
 """
 import sys
 from argparse import ArgumentParser, Namespace

@@ -73,8 +73,8 @@ LISTS = {
 
 
 def check(args: Namespace, given: list[str]) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings, or if
-    it sets one of the given flags, perhaps shortened, itself."""
+    """Exit with one sentence, before the first training, if a run cannot have its settings on one
+    rank, or if it sets one of the given flags, perhaps shortened, itself."""
     for run in args.runs:
         own = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:

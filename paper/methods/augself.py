@@ -36,7 +36,7 @@ from ser import Augmentation, View
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
-    """The settings of a command line; the weight is AugSelf's and the release's."""
+    """The settings of a command line; the weight is AugSelf's on ImageNet-100."""
     return addon.parse(argv, addon.arguments("augself", weight=0.5))
 
 

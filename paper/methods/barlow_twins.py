@@ -72,7 +72,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
 
 class BarlowTwins(nn.Module):
     """Barlow Twins as a base method of SER (ser.py, section 5), without a second network."""
-    # Choice: views and encoder are ser.py's, all trained. The release resizes crops bicubically.
+    # Choice: views and encoder are ser.py's, all trained. The release departs as dino.py says.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.off_diagonal = args.off_diagonal

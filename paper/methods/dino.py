@@ -40,7 +40,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     # decay is DINO's, and the other three are the release's.
     parser.set_defaults(out="runs/dino", weight=0.3, temperature=0.5, weight_decay=0.04,
                         base_lr=1e-4, crop_min=0.25)
-    parser.epilog = "--weight-decay is that of matrices at first. --moco-hidden has no effect."
+    parser.epilog = "--weight-decay is the first, of matrices. --moco-hidden has no effect."
     add = parser.add_argument
     add("--final-lr", type=nonnegative, default=1e-5, help="at the end, for any batch (release)")
     add("--final-weight-decay", type=nonnegative, default=0.4, help="at the end (DINO)")
@@ -65,8 +65,8 @@ def half_cosine(start: float, end: float, progress: float) -> float:
 
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """AdamW on three groups: matrices, vectors (biases and norms), and the head's last layer.
-    Before a step, each gradient is clipped on its own."""
+    """AdamW on three groups: matrices, [CLS] and positions; vectors (biases and norms), which do
+    not decay; the head's last layer. Before a step, each gradient is clipped on its own."""
     matrices = []
     vectors = []
     last = list(model.base.head.last.parameters())

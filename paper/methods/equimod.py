@@ -35,7 +35,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return addon.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2))
 
 
-# Mean and standard deviation of the 18 parameters under MoCo-v3's T, both views together.
+# Mean and standard deviation of the 18 parameters under MoCo-v3's T at 224 pixels, of both views.
 # Choice: the true ones, with boxes in shares of an image of 500 x 375. Those of EquiMod and the
 # release are for boxes in pixels, and partly for another T; BatchNorm soon evens that out.
 MEAN = torch.tensor([0.140, 0.218, 0.720, 0.563, 0.5,          # top, left, height, width, flip

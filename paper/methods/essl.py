@@ -16,8 +16,8 @@
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
-it is E-SSL, as the row is named. E-SSL's own weights are 0.4 with SimCLR (that would be 0.32
-here, as MoCo-v3 has 4 tau = 0.8 times its loss), 0.08 with SimSiam, and 8 with Barlow Twins.
+it is E-SSL, as the row is named. E-SSL's own weight is 0.4 with SimCLR, which is 0.16
+here, as MoCo-v3 has 4 tau = 0.8 times its loss, and a gradient through queries alone.
 """
 import sys
 from argparse import Namespace

@@ -26,7 +26,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser.set_defaults(out="runs/multicrop")
     add = parser.add_argument
     add("--local-size", type=count, default=96, help="side of local views, pixels")
-    add("--local-area", type=share, nargs=2, default=[0.05, 0.25], help="of the image (DINO)")
+    add("--local-area", type=share, nargs=2, default=[0.05, 0.25], help="of the image (release)")
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
     args = ser.parse(argv, parser, ser.SMALL | small)
     if args.local_size % args.patch_size > 0 or args.local_size > args.image_size:
@@ -41,7 +41,7 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
     # local size, moved by a g of its own, as 3.2 says of all views. The release jitters all
     # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
-    # Choice: blur is as likely as in DINO and the release; grayscale is as in DINO alone.
+    # Choice: blur is as likely as in DINO, but of .04 to .86 pixels, not .1 to 2; gray is DINO's.
     local = ser.ViewSettings(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 
