@@ -14,21 +14,20 @@ flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Without --data, all take seconds:
-images are not cropped, and equivariance of turns, after f1, is measured in any case. Where
-equivariance is measured, the untrained encoder that the run began with is evaluated, too, for
-comparison. This takes twice the time.
+--equivariance can be added to --cache, --mlp and --knn. Without --data, all take seconds,
+images are not cropped, and equivariance of turns, after f1, is always measured. Where
+equivariance is measured, the untrained encoder is evaluated, too, in twice the time.
 
-Results are rows of eval.json, in the folder of the checkpoint. A row looks like
-this (its settings are cut short, and the value is the paper's):
+Results are rows of eval.json, in the folder of the checkpoint. This one has the paper's value,
+and its settings are cut short:
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
      "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. Beside eval.json, eval.jsonl has a line for
-each epoch of the heads, head-*.pt is the best linear head of the trained encoder, and the
-empty eval.lock keeps two evaluations from writing at once. One that is stopped begins anew.
+`weights` is a fingerprint of the encoder. The file eval.jsonl has a line for each epoch
+of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
+evaluations from writing at once. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -55,8 +54,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Rows hold this checksum of the code that measured, but for the scripts in paper/. Settings of a
-# checkpoint hold the checksum of the code that trained.
+# Rows hold this checksum of the code that measured, but for the scripts in paper/.
 CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
@@ -98,7 +96,6 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # Heads are trained if --mlp or --cache asks for them, or no flag asks for anything.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -128,6 +125,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     settings = state["settings"]
     if settings["data"] and not args.data:
         sys.exit(f"{args.checkpoint} was trained on {settings['data']}: add --data")
+
     encoder = ser.make_encoder(Namespace(**settings)).eval()
     encoder.load_state_dict(state["encoder"])
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
@@ -157,9 +155,8 @@ def eval_transform(size: int) -> v2.Transform:
 
 def class_folder(root: str | Path, transform: Callable | None = None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/... The label of a class is its place in `classes`, those of
-    the training images; without them, its place among the sorted folders of root. Hidden
-    files and folders are left out, as in ser.py."""
+    """The images root/CLASS/..., but no hidden ones. The label of a class is its place in
+    `classes` or, without these, among the sorted folders of root."""
     root = str(Path(root))     # without a slash at its end
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
@@ -172,8 +169,8 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     folders = [name for name in data.classes if name[0] != "."]
     names = classes or folders     # of labels 0, 1, ...
 
-    # The folders of ImageNet-V2 have labels as their names, 0, 1, ... A set whose folders have
-    # numbers from 1 on is refused, as each would be taken for the class after its own.
+    # The folders of ImageNet-V2 have labels as their names, 0, 1, ... Numbers from 1 on
+    # are refused, as each would be taken for the class after its own.
     if set(folders).isdisjoint(names):
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
@@ -209,6 +206,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     centre = eval_transform(size)
     train_centre = class_folder(train, centre)
     classes = train_centre.classes
+
     # Choice: crops and flips as the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
@@ -256,16 +254,14 @@ def autocast(x: Tensor) -> torch.autocast:
 
 def feature_blocks(encoder: ViT) -> range:
     """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four, for linear
-    heads. Choice: MLPs read these blocks, too. Some may have no [CLS] yet, and are left
-    out. So in the ViT of `python ser.py`, only the last one is read."""
+    heads. Choice: MLPs read these blocks, too. Blocks without [CLS] are left out."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
 @torch.no_grad()
 def cls_features(encoder: ViT, images: Tensor) -> Tensor:
-    """Images (B, 3, S, S) uint8 -> features in fp32: [CLS] after each of the
-    `feature_blocks`, side by side, so that the last D columns are of the last
-    block. Choice: they pass the final LayerNorm."""
+    """Images (B, 3, S, S) uint8 -> features (B, blocks * D) in fp32, [CLS] after each of
+    the `feature_blocks`, side by side. Choice: they pass the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
     with autocast(x):
         cls_at = encoder(x, feature_blocks(encoder)).cls_at
@@ -280,8 +276,7 @@ class Features(NamedTuple):
 
 
 def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
-    """The features of a set, on every rank. Each rank fills in its own images and
-    leaves zeros for the others; the sum over ranks has all of them."""
+    """The features of a set, on every rank."""
     ranks, rank = ser.ranks_and_rank()
     own = list(range(rank, len(data), ranks))     # none, if there are fewer images than ranks
     size = max(1, args.batch_size // ranks)
@@ -296,7 +291,7 @@ def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
         features[indices] = cls_features(encoder, images)
         labels[indices] = y.to(labels.device)
 
-    if ranks > 1:
+    if ranks > 1:     # each has zeros for the images of others
         dist.all_reduce(features)
         dist.all_reduce(labels)
     return Features(features, labels)
@@ -311,6 +306,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
         # follows. Choice, unlike them, who train by Adam: SGD, as for linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
+
     last = nn.Linear(width, classes)
     # Choice: the first values are those of the release.
     nn.init.normal_(last.weight, std=0.01)
@@ -321,8 +317,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    All ranks train the same heads on all features, so no gradient is shared.
-    centre: features of centre crops of the training images. `log` gets a line for each epoch."""
+    centre: features of centre crops of the training images. All ranks do the same."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
@@ -368,8 +363,7 @@ def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args:
             with log.open("a") as file:
                 print(json.dumps(line), file=file)
 
-    # Choice: the rate that is best on val after the last epoch, among the classes that val has.
-    # This flatters the result a little. The release names no rule.
+    # Choice: the rate that is best on val at the end, which flatters the result a little.
     best = top1.index(max(top1))
     return heads[best].requires_grad_(False), args.lr[best]
 
@@ -409,20 +403,17 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
-# Here f1 is any function that makes a map of an image, such as the first so many blocks,
-# or all of them. It is equivariant if moving its map, rho_g(f1(x)), gives the map of the
-# moved image, f1(rho_g(x)). A.2 measures by the cosine how nearly they agree. Retrieval
-# is our own measure.
+# Here f1 is any function that makes a map of an image, such as the first so many blocks.
+# A.2 compares rho_g(f1(x)) and f1(rho_g(x)) by the cosine. Retrieval is our own measure.
 PART_SIZE = 32     # images at a time; `retrieval` looks for a token among theirs
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)), where g
-    is `relative` of two motions, as in training. Some g leave an image as it is."""
-    # Choice: the cosine is of each token, as A.2 does not say.
-    # Choice, unlike A.2, whose g = g2 g1^-1 also undoes the scaling of g1: g scales by g2 alone,
-    # as x is not scaled.
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Some g
+    leave an image as it is."""
+    # Choice: the cosine is of each token. Choice, unlike A.2, whose g = g2 g1^-1 also
+    # undoes the scaling of g1: g scales by g2 alone, as x is not scaled.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -441,15 +432,13 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
     """How often a token finds itself in the moved image, among the tokens of 32
     images, as a share: about 1 / (32 H W) by chance.
 
-    f1: a function that takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch). If it
-        is a part of a model, that should be in eval mode.
+    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode.
     images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
         should be a multiple of 32, as a token is found more easily among fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
         scalings of a map of few tokens change no size, so that values are too high.
-    change: is applied to the images before f1, and to the moved ones anew, for instance a random
-        colour jitter. Without it, even the mean colour of a patch would find almost every
-        turned token."""
+    change: is applied before f1, and anew to the moved images, such as a colour jitter.
+        Without it, the mean colour of a patch would find almost every turned token."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
@@ -468,7 +457,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         if len(z) != len(z_prime):
             raise ValueError(f"the maps of f1 do not have the patch size {patch}")
 
-        # If the caller has bf16 switched on, it is off here, as many tokens would tie in it.
+        # bf16 is off here, as many tokens would tie in it.
         with torch.autocast(z.device.type, enabled=False):
             nearest = (z @ z_prime.T).argmax(1)                # among all images of the part
         right = nearest.cpu() == torch.arange(len(z))
@@ -482,8 +471,7 @@ def unit_tokens(h: Tensor) -> Tensor:
 
 
 def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Give each of the images (B, 3, h, w) in [0, 1] a colour jitter of its own, and
-    normalise them. Its numbers are sampled here, from the ranges of training."""
+    """Give images (B, 3, h, w) in [0, 1] a colour jitter each, and normalise them."""
     draws = 2 * torch.rand(4, len(x), generator=generator) - 1
     off = torch.zeros(len(x), dtype=torch.bool)
     aug = ser.Augmentation(
@@ -510,9 +498,8 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 #     code                                   add_rows
 # Settings are all flags, so the same evaluation with other --workers has rows of its own.
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of one module from those of another. An encoder
-    is more than its weights, so "-6-3" at the end has its attention heads and where [CLS]
-    enters."""
+    """A short text that tells the weights of modules apart. An encoder is more than its
+    weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -552,8 +539,7 @@ def row_key(row: dict) -> dict:
 
 
 def results_path(args: Namespace, name: str) -> Path:
-    """The file `name` in the folder of the results. The folder must let us write, as must
-    the files of another user's evaluation to which this one would add."""
+    """The file `name` in the folder of the results. Exits if it cannot be written."""
     folder = Path(args.out or Path(args.checkpoint).parent)
     folder.mkdir(parents=True, exist_ok=True)
     added_to = [(folder / name).with_suffix(suffix) for suffix in (".lock", ".jsonl")]
@@ -595,8 +581,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
 def save_head(folder: Path, head: dict, args: Namespace, checkpoint: Checkpoint,
               images: str) -> None:
-    """Write a head beside the results, with what made it. A checksum of that in its name keeps
-    it from replacing other heads."""
+    """Write a head and what made it; a checksum of the latter is in the file's name."""
     origin = provenance(args, checkpoint, images)
     key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
     ser.save(folder / f"head-{key}.pt", **head, **origin)
@@ -654,15 +639,13 @@ def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[di
             choices.append(own_classes)
         for candidates in choices:
             values = scores(head, train, test, candidates, encoder.dim)
-            # Heads read the blocks before the last one, too.
             rows += make_rows(values, name, len(candidates), encoder.depth)
     return rows, saved_head
 
 
 def scores(head: nn.Sequential | None, train: Features, test: Features, candidates: Tensor,
            dim: int) -> dict[str, float]:
-    """Percent of a set that a head, if there is one, and 20-NN get right among the
-    classes `candidates`."""
+    """Percent that a head, if there is one, and 20-NN get right among `candidates`."""
     x, y = test
     values = {}
     if head is not None:
@@ -670,9 +653,8 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
         top1, top5 = accuracy(head(x), y, candidates)
         values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
-    # Paper: 4.1, heads read the last four blocks. Choice: 20-NN reads the last one.
+    # Choice: 20-NN reads the last block alone, and has neighbours of `candidates` alone.
     last = slice(-dim, None)
-    # Choice: neighbours are of these classes alone.
     chosen = torch.isin(train.y, candidates)
     values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
     return values
@@ -684,6 +666,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE
+
     pixels = torch.stack([image for image, _ in spread(val, n)])
     images = pixels.to(encoder.cls_token.device) / 255
     x = ser.normalise(images)
@@ -703,8 +686,7 @@ def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> lis
 
 
 def evaluate(args: Namespace) -> list[dict]:
-    """Evaluate a checkpoint: write its rows, and the best linear head if there is one, then
-    print a table."""
+    """Evaluate a checkpoint, write its rows and best linear head, and print a table."""
     device = ser.setup()
     checkpoint = read_checkpoint(args)
     path = results_path(args, "eval.json")
@@ -719,7 +701,6 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, run.cls_layer))]
 
-    # Where equivariance is measured, so is the untrained encoder, also by heads and 20-NN.
     checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
     checkpoints["trained"] = checkpoint
 

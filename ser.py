@@ -8,7 +8,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
                    made by crops, flips and photometric jitter (T), views of b2 by motions
                    that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
-                   Unlike in Eq. 3, it is one mean over b1 and b2 (see SER.forward)
+                   Unlike in Eq. 3, it is one mean over b1 and b2
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. After a projection, the
                    map rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
                    and g = g2 g1^-1
@@ -28,23 +28,21 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3,
-except for batch, epochs and warmup. We take them from MoCo-v3's code and the ViT-S commands
-of its CONFIG.md, except where a comment says otherwise. So "unlike MoCo-v3" also means
-unlike the paper.
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, so
+"unlike MoCo-v3" also means unlike the paper. These settings are from MoCo-v3's code and
+the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
     Choice, unlike X    here we depart from X, which the paper prescribes or keeps
     Paper:              the paper prescribes this, which may surprise
 
-"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. The paper says that
-its results are of this repository. But its L_equiv has no gradient, as all tokens are detached
-when they are gathered (builder/moco.py, lines 956 to 962). So they may be of another version.
-The release decides much that the paper leaves open, and is named where we follow it.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv
+has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
+956 to 962). So the results of the paper may be of another version.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-A few fields, arguments and functions here are for them alone.
+A few fields, arguments and functions here, which this file does not need, are for them.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -92,8 +90,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up th
 
 
 class Geometry(NamedTuple):
-    """How the images of a view move: each by a flip, then by quarter turns, then all by one
-    scaling. It is given by the size of its result, so `rho` resizes maps to `grid`."""
+    """A flip, then quarter turns, for each image of a view, then one scaling for all."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -105,8 +102,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
     sampled, so a seed gives the same turns with any `elements`.
-    grid: the side of a square map before the scaling, in tokens. The Geometry that is returned
-    has the rows and columns after it."""
+    grid: the side of a square map before the scaling, in tokens."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -115,13 +111,12 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: we read the range [0.7, 1.3] of 4.1 as one of areas, as the release. The aspect is
-    # sampled log-uniformly from the release's range, as there.
+    # Choice: as the release, we read [0.7, 1.3] of 4.1 as areas. Aspects are log-uniform.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
-    # Paper: sides are whole numbers of tokens (3.2).
-    # Choice, unlike 4.1: they are rounded, as in the release. So areas of 14 x 14 tokens are
-    # scaled by 0.66 to 1.38.
+
+    # Paper: sides are whole numbers of tokens (3.2). Choice, unlike 4.1: they are
+    # rounded, as in the release. So areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -138,10 +133,11 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
     if x.shape[-2:] == size:
         return x
+
     # On CPUs, only these types can be antialiased. So others become float32, on all devices.
-    # Maps of our encoder are float32, also under autocast; those of others may be bfloat16.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
+
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
@@ -159,14 +155,12 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Flips and half turns keep the shape, so `where` can choose for each image.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # Without `contiguous`, an image that is not resized could keep the layout of a turned one in
-    # memory. Later sums over its pixels would add in another order, and change in their last bits.
+    # `contiguous` gives both one layout in memory, on which the last bits of sums depend.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -182,8 +176,7 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
     #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
     #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # S2 and S1^-1 are one resize, as two would blur more: a map of view 1 is flipped and turned
-    # as it is, and then brought to the size of view 2.
+    # S2 and S1^-1 are one resize, after the flip and the turns, as two would blur more.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -200,9 +193,8 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
     """Sample the motions of this rank's `batch` images. The generator `shared` has the same
-    seed on all ranks. So they have one scaling, and `gather` (section 4) gets equally many
-    tokens from each. Their flips and turns differ, as each rank samples those of all ranks
-    and keeps its own part."""
+    seed on all ranks. So they have one scaling, and `gather` gets equally many tokens of
+    each. Of the flips and turns of all ranks, each keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -219,8 +211,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 #     the order of the images           --seed and epoch
 #     crops, flips and jitter           --seed, epoch and image
 #     the order of the colour jitter    --seed, step and view
-#     motions                           --seed, step and view, for the images of all ranks,
-#                                       of which each rank keeps its own
+#     motions                           --seed, step and view
 #     what a base method samples        --seed, step and rank
 def seed_of(*names: Any) -> int:
     """A seed from names and numbers, the same in all processes, unlike `hash`."""
@@ -234,22 +225,19 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank
-    # rounds its own share, as all need equally many (`gather`). So r = .01 of 2048
-    # is 24 images on 8 ranks, a share of .0117, and 20 on one. Halves are rounded up,
-    # unlike by `round`, which the release takes.
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds
+    # its own share, halves up, as all need equally many (`gather`). So r = .01 of 2048
+    # is 24 images on 8 ranks, a share of .0117, and 20 on one.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`, first the images of b1, then those of b2. The last, incomplete batch
-    of an epoch is dropped. The sizes of b1 and b2 are multiples of R, as that of the batch is.
+    `start` to before `end`. The last, incomplete batch of an epoch is dropped.
 
-    A batch is a list of items (epoch, index, in_b2), which PyTorch hands to `ViewDataset` as they
-    are. So an image is seeded by its epoch, and one loader serves all epochs."""
+    A batch is a list of items (epoch, index, in_b2), those of b1 first."""
     ranks, rank = ranks_and_rank()
-    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)
+    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
     steps_per_epoch = n_images // args.batch_size
 
     for epoch in range(start // steps_per_epoch, math.ceil(end / steps_per_epoch)):
@@ -263,10 +251,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
                 yield items + [(epoch, index, True) for index in b2]
 
 
-# `ViewDataset` makes two views of an item, and PyTorch's loader makes a batch of items.
-# `make_views` then moves b2 and jitters all images.
-#
-# The operations of T are those of MoCo-v3. MoCo-v3 flips last, which makes no difference.
+# The operations of T are those of MoCo-v3.
 #
 #     done in       to b1, by T          with probability    to b2, by T_eq
 #     loader        a random crop        1                   the whole image becomes a square
@@ -277,9 +262,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     make_views    blur                 P_BLUR              the same
 #     make_views    solarization         P_SOLARIZE          the same
 #
-# The last four operations are the photometric jitter. They are done on the device, because on
-# CPU cores they would take longer than reading and cropping. But all their random numbers are
-# sampled in the loader, except for the order of the colour jitter's own four operations.
+# The last four are the photometric jitter, done on the device, where it is much faster.
+# The loader samples its numbers, except for the order of the colour jitter's operations.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -292,7 +276,7 @@ SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are
 
 
 class ViewSettings(NamedTuple):
-    """Settings of T and T_eq for one view. In paper/methods/multicrop.py, sizes differ, too."""
+    """Settings of T and T_eq for one view."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -300,8 +284,7 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for a view: in the loader, numbers for one image; of a batch,
-    after PyTorch's collate function, a tensor (B,) in each field. The defaults do nothing."""
+    """What was sampled for an image or, in tensors (B,), a batch. Defaults do nothing."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -321,8 +304,7 @@ class Augmentation(NamedTuple):
 
 def prepare_view(image: Tensor, settings: ViewSettings,
                  in_b2: bool) -> tuple[Tensor, Augmentation]:
-    """A view of an image (3, h, w) uint8: its pixels, (3, S, S) uint8, and what was
-    sampled for it. b2 is neither cropped nor flipped here, as `make_views` moves it."""
+    """An image (3, h, w) uint8 -> a view (3, S, S) uint8, and what was sampled for it."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
@@ -331,13 +313,11 @@ def prepare_view(image: Tensor, settings: ViewSettings,
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Choice: images of b2, which 3.2 does not crop, become squares, as crops do, so that a batch
-    # is one tensor. So they are resized twice, here and by `rho`.
+    # Choice: b2, which 3.2 does not crop, becomes squares here. `rho` resizes it again.
     pixels = resize(image[None], (settings.size, settings.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
 
-    # The photometric jitter, which `jitter_and_normalise` applies.
     if random.random() < P_COLOUR:
         aug = aug._replace(
             brightness=random.uniform(1 - BRIGHTNESS, 1 + BRIGHTNESS),
@@ -345,8 +325,7 @@ def prepare_view(image: Tensor, settings: ViewSettings,
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
-        # Choice: MoCo-v3 blurs views of 224 pixels. Here sigma scales with the side S of a
-        # view. For b2, this is the side before its motion.
+        # Choice: sigma scales with the side S of a view, which b2 has before its motion.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
@@ -355,8 +334,7 @@ def prepare_view(image: Tensor, settings: ViewSettings,
 
 @dataclass
 class ViewDataset(torch.utils.data.Dataset):
-    """An item of `batch_items` -> for each view, its pixels (3, S, S) uint8 and its
-    Augmentation. It has no length, as `batch_items` says what there is.
+    """An item of `batch_items` -> for each view, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     view_settings: Sequence[ViewSettings]
@@ -378,8 +356,7 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from torch's generator for CPUs. This seeds it alone, as
-        # torch.manual_seed also seeds other devices, and takes longer than to read a small image.
+        # RandomResizedCrop samples from this. torch.manual_seed seeds all devices, and is slow.
         torch.default_generator.manual_seed(seed)
         return [prepare_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -407,14 +384,14 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
     """Move b2 of view 1 by rho_g1 and that of view 2 by rho_g2, and jitter all images.
 
     loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
-        their Augmentation, whose tensors are on the CPU, so that what to blur is known
-        without waiting for a GPU."""
+        their Augmentation on the CPU, where what to blur is known without waiting."""
     ranks, _ = ranks_and_rank()
     n_b2 = b2_per_rank(args, ranks)
     views = []
     for view_number, (pixels, aug) in enumerate(loaded):
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
+
         # Choice, unlike MoCo-v3: for speed, all images of a view share one order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
@@ -437,9 +414,8 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    # These are the operations of torchvision's colour jitter, with a factor of its
-    # own for each image. A factor of 1, or a hue shift of 0, leaves an image as it
-    # is, bit for bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
+    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
+    # hue shifts of 0 change no bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
@@ -486,14 +462,15 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
+
     # Choice: all kernels of a batch reach to three or four times the largest sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
+
     # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
     kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
 
-    # A convolution in B groups has a kernel for each channel. So the images become
-    # channels, and the three colours become the batch.
+    # Images become channels, as a convolution in B groups has a kernel for each channel.
     x = F.pad(x, [radius] * 4, mode="reflect")
     x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
     x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
@@ -513,7 +490,7 @@ def normalise(x: Tensor) -> Tensor:
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
-# Parameters have timm's names, for paper/experiments/convert.py; `pos_embed` is a map here.
+# Parameters have timm's names; `pos_embed` is a map here.
 class Attention(nn.Module):
     """Self-attention on tokens (B, N, D), in f2 on (B, 1 + N, D), with [CLS] first."""
     def __init__(self, dim: int, heads: int):
@@ -554,8 +531,7 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the others
-    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. L_equiv acts at the end of
-    f1, but in some ablations of the paper elsewhere."""
+    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -582,13 +558,11 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
 
         # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
-        # are learned, as in the release, and resized to the grids of b2, there bicubically. [CLS]
-        # has none, as in the release's SER, but not in its MoCo-v3.
+        # are learned, as in the release, and resized to the grids of b2. [CLS] has none.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w). Keep the maps after the blocks `layers`, from 1 on, and [CLS]
-        where it has entered."""
+        """Encode (B, 3, h, w); keep maps and [CLS] after blocks `layers`, from 1 on."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -619,8 +593,7 @@ class ViT(nn.Module):
 
 
 def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
-    """Encode a view. Returns the final [CLS] of all images, those of b1 first, (B, D), and the
-    maps of b2 alone, as a dictionary layer -> map."""
+    """A view -> the final [CLS] of b1, then b2, (B, D), and the maps of b2 by layer."""
     of_b1 = encoder(view.b1)
     if view.b2 is None:
         return of_b1.cls, {}
@@ -630,10 +603,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 def projector(dim: int, width: int = 512) -> nn.Sequential:
-    """A network from tokens (B, N, dim) to (B, N, width). Paper: 3.3, two layers
-    with GELU, to 512."""
-    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
-    # release, but for its eps. Choice: no biases, as there.
+    """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
+    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in
+    # the release, but for its eps. Choice: no biases, as there.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -642,8 +614,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient. torch.distributed.nn has one as well, which is
-    undocumented, and deprecated in PyTorch 2.14."""
+    """`dist.all_gather` with a gradient, as torch.distributed.nn's is deprecated."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -674,10 +645,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
               / (exp s(z_ij, z'_ij)
                  + sum_{m != i, n} (exp s(z_ij, z_mn) + exp s(z_ij, z'_mn)))
 
-    where s is the cosine over the temperature. So the negatives are tokens of other images.
+    where s is the cosine over the temperature.
 
-    z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2). In the
-    paper, z and z' are also the names of the maps before the projection.
+    z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2).
     Paper: 3.3, z alone are anchors. Those of this rank are compared with z and z' of all
     ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
     Raises ValueError if the shapes differ, or there is but one image in all."""
@@ -687,8 +657,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     with torch.autocast(z.device.type, enabled=False):
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
-        # Choice: the gradient passes through anchors and keys alike, as 3.3 stops it
-        # nowhere. The release stops it in both.
+
+        # Choice: the gradient passes through anchors and keys, as 3.3 stops it nowhere.
         keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -696,9 +666,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positives = (z * z_prime).sum(-1) / temperature                    # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
 
-        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 has "other
-        # images/tokens", and A.4 "other images and spatial locations", which may mean tokens of
-        # the same image, too. Image i of this rank is number rank * B + i among the keys.
+        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4
+        # can be read otherwise. Image i of this rank is number rank * B + i of the keys.
         _, rank = ranks_and_rank()
         anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)       # (B,)
         key_image = torch.arange(len(keys), device=z.device)                       # (R B,)
@@ -726,15 +695,12 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
-#     base(views, cls)         L_inv, a scalar. cls has what `base.encoder` made of each view,
-#                              the final [CLS] of all its images, (B, D)
+#     base(views, cls)         L_inv, a scalar. cls is the final [CLS] (B, D) of each view
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP: linear layers without biases, BatchNorm and ReLU between them, and at the
-    end a BatchNorm without affine parameters."""
-    # Choice, unlike Eq. 3: the statistics of BatchNorm are of b1 and b2 together, as the loss is,
-    # and as in the release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
-    # On CPUs, each rank has its own.
+    """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
+    # Choice, unlike Eq. 3: BatchNorm has statistics of b1 and b2 together, as in the
+    # release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -766,8 +732,7 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
-        # As MoCo-v3 (4.1), in all commands that pretrain ViTs (--stop-grad-conv1): the patch
-        # embedding stays random.
+        # As MoCo-v3 (4.1), with its --stop-grad-conv1: the patch embedding stays random.
         self.encoder = encoder
         self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
@@ -791,7 +756,7 @@ class MoCoV3(nn.Module):
         return self.momentum_projector(cls)
 
     def forward(self, views: Sequence[View], cls: Sequence[Tensor]) -> Tensor:
-        """L_inv, symmetric in the two views. The online encoder has made cls already."""
+        """L_inv, symmetric in the two views."""
         q1, q2 = [self.predictor(self.projector(x)) for x in cls]
         k1, k2 = [self.key(view) for view in views]
         return info_nce(q1, k2, self.temperature) + info_nce(q2, k1, self.temperature)
@@ -819,9 +784,8 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: both share one
-        # mean, and all images are keys, as in the release. With two means, an image of b2
-        # would weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of
-        # b1. And L_inv, a sum of two, would be larger, so that lambda would weigh less.
+        # mean, and all images are keys, as in the release. With two means, on 8 ranks, an
+        # image of b2 would weigh 84 times as much as one of b1, and lambda would weigh less.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -832,8 +796,7 @@ class SER(nn.Module):
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
 
     def equiv_of_views(self, view1: View, view2: View, maps1: dict, maps2: dict) -> Tensor:
-        """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2. With 2 + 4
-        views, paper/methods/multicrop.py calls it for several pairs."""
+        """L_equiv of b2. maps1 and maps2: layer -> the map of view 1, and of view 2."""
         g = relative(view2.geometry, view1.geometry)
         losses = []
         for layer in self.layers:
@@ -852,22 +815,21 @@ def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: a module or a function, which takes images of any size to maps (B, D, h / patch,
-        w / patch), with patch in pixels.
+    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control without motion."""
     grid = min(images1.shape[2:]) // patch
     g1 = sample_rank_geometry(len(images1), grid, elements, shared)
     g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-    # Choice: the jitter comes before the motion, as other trainings jitter in their loaders. In
-    # `make_views` it comes after.
+
+    # Choice: the jitter comes before the motion, unlike in `make_views`.
     h1 = f1(rho(g1, images1, patch))
     h2 = f1(rho(g2, images2, patch))
     return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. Argparse prints their names, as in "--ratio: invalid share value: '2'".
+# Types of flags, whose names argparse prints in its errors.
 def nonnegative(text: str) -> float:
     """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
     value = float(text)
@@ -926,9 +888,8 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, the next two flags both name the last block of f1. Ablations
-    # change one of them or both; paper/experiments/sweep.py has their flags. MoCo-v3 with
-    # our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, the next two flags both name the last block of f1. MoCo-v3
+    # with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -957,8 +918,7 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# Without --data, images are synthetic, and these replace the defaults above. The ViT has four
-# blocks, of which f1 is three.
+# Without --data, images are synthetic, and these replace the defaults above.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -966,7 +926,7 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 
 def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None,
           small: dict = SMALL) -> Namespace:
-    """The settings of a command line; without --data, `small` replaces the defaults."""
+    """The settings of a command line. Without --data, `small` replaces the defaults."""
     parser = parser or arguments()
     if not parser.parse_known_args(argv)[0].data:     # a first look, for the defaults
         parser.set_defaults(**small)
@@ -994,8 +954,7 @@ def setup() -> torch.device:
 def leave_group() -> None:
     """Leave the group of processes that `setup` joined, if it joined one."""
     if dist.is_initialized():
-        # In torch 2.6 and 2.7, a process may hang here: a thread of gloo waits for Python's lock,
-        # and Python for the thread. This pause lets it end first (pytorch/pytorch#154976).
+        # Without this pause, gloo may hang in torch 2.6 and 2.7 (pytorch/pytorch#154976).
         time.sleep(0.1)
         dist.destroy_process_group()
 
@@ -1035,7 +994,7 @@ def learning_rate(args: Namespace, epoch: float, end: float = 0.0) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, args: Namespace, epoch: float) -> None:
-    """Set the learning rate of a step. `train` calls this before each."""
+    """Set the learning rate of a step."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(args, epoch)
 
@@ -1050,8 +1009,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds. Exits with one sentence if it is a dictionary of another program;
-    PyTorch itself refuses files that hold more than weights and plain values."""
+    """What a checkpoint holds. Exits if it is a dictionary of another program."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -1107,8 +1065,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# ser.py itself calls `train(args)`. Methods in paper/methods bring functions of their
-# own in place of its four defaults:
+# Other methods bring functions of their own in place of the four defaults of `train`:
 #     build(args)                                 a model with a `base` (section 5)
 #     make_dataset(source, args)                  what `two_view_dataset` returns
 #     make_optimizer(model, args)                 what `adamw` returns
@@ -1116,10 +1073,10 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
-    """Run or continue a training, by default MoCo-v3 + SER; returns its checkpoint's path. At the
-    end of your script, call `leave_group`."""
+    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
     # Images and steps. The checksum is taken first, as this file may be edited while it runs.
     code = code_checksum()
+
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
@@ -1131,11 +1088,12 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     model = build(args).to(device)
     if ranks > 1 and device.type == "cuda":     # CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
     # Given device_ids, DDP would copy the geometry and augmentations to the GPU, too.
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # What checkpoint and log say of the run: its flags, and facts such as its images.
+    # What checkpoint and log say of the run.
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
@@ -1143,15 +1101,16 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, vars(settings), model, optimizer)
 
-    # A loader of all batches that are left, over all epochs; the log and the bar.
+    # A loader of all batches that are left, over all epochs.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
+
     log, bar = open_log(path.with_name("log.jsonl"), settings, start)
     print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
-        # The seed is for base methods that sample, as in paper/methods/dino.py.
+        # The seed is for base methods that sample.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
         set_learning_rate(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
@@ -1222,9 +1181,7 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def code_checksum() -> str:
-    """The checksum of this file and of the script that runs, such as paper/methods/dino.py,
-    but not of other modules. Checkpoints hold that of the code with which their run was
-    last started."""
+    """The checksum of this file and of the script that runs, but not of other modules."""
     paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
     return checksum([
         Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
@@ -1326,8 +1283,7 @@ def print_plan(settings: Namespace, start: int) -> None:
 
 
 def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]:
-    """A log, which gets a line of all settings at each start, and a bar that counts images,
-    on rank 0 alone. Makes the folder of the run, too."""
+    """On rank 0, a log, which gets a line of all settings, and a bar of images."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
@@ -1349,8 +1305,7 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log the means of losses over ranks. All ranks call this, and rank 0 writes.
-    Exits if the loss called `loss` is not finite."""
+    """Show and log means over ranks. All ranks call this. Exits if `loss` is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
