@@ -54,7 +54,7 @@ from tqdm import tqdm
 import ser
 from ser import ViT, rho
 
-# Rows hold this checksum of the code that measured, but for the scripts in paper/.
+# A checksum of ser.py and this file, which rows hold. Scripts in paper/ are not in it.
 CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
@@ -170,7 +170,7 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     names = classes or folders     # of labels 0, 1, ...
 
     # The folders of ImageNet-V2 have labels as their names, 0, 1, ... Numbers from 1 on
-    # are refused, as each would be taken for the class after its own.
+    # are refused, as label 1 is the second class.
     if set(folders).isdisjoint(names):
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
@@ -317,7 +317,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
 def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
                 log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre: features of centre crops of the training images. All ranks do the same."""
+    centre: features of centre crops of the training images. All ranks train the same heads,
+    from one seed, and share no gradient, as heads cost little."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
@@ -405,15 +406,15 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
 # A.2 compares rho_g(f1(x)) and f1(rho_g(x)) by the cosine. Retrieval is our own measure.
-PART_SIZE = 32     # images at a time; `retrieval` looks for a token among theirs
+PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for each
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Some g
     leave an image as it is."""
-    # Choice: the cosine is of each token. Choice, unlike A.2, whose g = g2 g1^-1 also
-    # undoes the scaling of g1: g scales by g2 alone, as x is not scaled.
+    # Choice: the cosine is of each token.
+    # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -662,7 +663,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
 
 def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images or, of fewer, as many as fill parts of one size.
+    # Choice: 512 images. Of fewer, those that do not fill a part are left out.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE

@@ -83,7 +83,7 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which ends section 6.
+# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which follows section 6.
 # Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
@@ -111,7 +111,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: as the release, we read [0.7, 1.3] of 4.1 as areas. Aspects are log-uniform.
+    # Choice, as the release: [0.7, 1.3] of 4.1 are areas, and aspects are log-uniform in a
+    # range of its own.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
@@ -160,7 +161,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
     # so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # `contiguous` gives both one layout in memory, on which the last bits of sums depend.
+    # `contiguous` gives both one layout in memory, on which the last bits of later sums depend.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -176,7 +177,8 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
     #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
     #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # S2 and S1^-1 are one resize, after the flip and the turns, as two would blur more.
+    # A resize takes a map of any size to g2.grid. So S1^-1 and S2 are one resize, as two would
+    # blur more. It comes last, as a flip and turns do no more than exchange rows and columns.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -193,8 +195,9 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
                          shared: torch.Generator) -> Geometry:
     """Sample the motions of this rank's `batch` images. The generator `shared` has the same
-    seed on all ranks. So they have one scaling, and `gather` gets equally many tokens of
-    each. Of the flips and turns of all ranks, each keeps its own part."""
+    seed on all ranks. So they have one scaling, and `gather` (section 4) gets equally many
+    tokens from each. Their flips and turns differ, as each rank samples those of all ranks
+    and keeps its own part."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -226,8 +229,8 @@ def rng(*names: Any) -> torch.Generator:
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
     # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds
-    # its own share, halves up, as all need equally many (`gather`). So r = .01 of 2048
-    # is 24 images on 8 ranks, a share of .0117, and 20 on one.
+    # its own share, so that all have equally many, which `gather` needs. So r = .01 of
+    # 2048 is 24 images on 8 ranks, a share of .0117, and 20 on one. Halves are rounded up.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -284,7 +287,8 @@ class ViewSettings(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for an image or, in tensors (B,), a batch. Defaults do nothing."""
+    """What was sampled for an image. The defaults do nothing. Of a batch, the loader's collate
+    function makes each field a tensor (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
@@ -325,7 +329,8 @@ def prepare_view(image: Tensor, settings: ViewSettings,
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < settings.p_blur:
-        # Choice: sigma scales with the side S of a view, which b2 has before its motion.
+        # Choice: sigma scales with the side S of a view. For b2, this is the side before
+        # its motion.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < settings.p_solarize
@@ -384,7 +389,7 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
     """Move b2 of view 1 by rho_g1 and that of view 2 by rho_g2, and jitter all images.
 
     loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
-        their Augmentation on the CPU, where what to blur is known without waiting."""
+        their Augmentation on the CPU, so that finding what to blur needs no wait for the GPU."""
     ranks, _ = ranks_and_rank()
     n_b2 = b2_per_rank(args, ranks)
     views = []
@@ -463,7 +468,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch reach to three or four times the largest sigma.
+    # Choice: all kernels of a batch reach to three times the largest sigma or further.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -806,7 +811,7 @@ class SER(nn.Module):
         return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
-# The method ends here. The next function is for trainings that are not ours.
+# ==== Beside the method: its loss in trainings that are not ours ======================
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
                       patch: int, shared: torch.Generator, temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
@@ -888,8 +893,8 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, the next two flags both name the last block of f1. MoCo-v3
-    # with our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, the next two flags both name the last block of f1. Ablations
+    # of the paper change one of them. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -1033,17 +1038,11 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
-    all, as other nodes may not see its folder. Exits if its run has other settings."""
-    _, rank = ranks_and_rank()
-    state = from_rank_0(load_checkpoint(path) if rank == 0 and path.exists() else None)
-    if state is None:
-        return 0
-
-    saved = state["settings"]
+def check_same_run(path: Path, saved: dict, settings: dict) -> None:
+    """Exit with one sentence if a checkpoint is of a run with other settings. On rank 0, print
+    whether it is of another folder of images, or of other code."""
     may_differ = (
-        "data", "out",                           # folders may have moved
+        "data", "out",                           # folders may have moved, with the same images
         "workers", "log_every", "save_every",    # no result depends on these
         "device",                                # a run may move, with the same --bf16
         "code")                                  # a change is reported below, as is one of data
@@ -1053,6 +1052,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         if name not in may_differ and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
+
+    _, rank = ranks_and_rank()
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
               "these are other images, give a new --out")
@@ -1060,6 +1061,16 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         print(f"{path} was trained by other code, or from another script; to train anew, give a "
               "new --out")
 
+
+def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
+    """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
+    all, as other nodes may not see its folder."""
+    _, rank = ranks_and_rank()
+    state = from_rank_0(load_checkpoint(path) if rank == 0 and path.exists() else None)
+    if state is None:
+        return 0
+
+    check_same_run(path, state["settings"], settings)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
@@ -1074,9 +1085,9 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
-    # Images and steps. The checksum is taken first, as this file may be edited while it runs.
-    code = code_checksum()
+    code = code_checksum()     # before this file may be edited, as runs take long
 
+    # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
     source, names_checksum = find_images(args)
