@@ -104,7 +104,8 @@ def numbers(cell):
 
 TABLES = {     # of paper/README: what their headers begin with, and the file of their rows
     "| 10 epochs |": "imagenette-10", "| 100 epochs |": "imagenette-100",
-    "| 200 classes, 16": "tiny", "| ViT-S/16, 60": "vit-s"}
+    "| in float32": "imagenette-100-float32", "| 200 classes, 16": "tiny",
+    "| ViT-S/16, 60": "vit-s"}
 RUNS = {     # those that have other titles there
     "rotated crops": "turned", "SER on rotated crops": "turned-SER",
     "the same, lambda 0": "turned-control", "SER, lambda .1": "SER-0.1", "SER, lambda .5": "SER"}
