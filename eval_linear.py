@@ -458,7 +458,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         if len(z) != len(z_prime):
             raise ValueError(f"the maps of f1 do not have the patch size {patch}")
 
-        # bf16 is off here, as many tokens would tie in it.
+        # A caller may have bf16 switched on, in which many tokens would tie.
         with torch.autocast(z.device.type, enabled=False):
             nearest = (z @ z_prime.T).argmax(1)                # among all images of the part
         right = nearest.cpu() == torch.arange(len(z))
@@ -497,7 +497,7 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 #     encoder                                evaluate; other scripts may write other keys
 #     weights, settings, images              provenance
 #     code                                   add_rows
-# Settings are all flags, so the same evaluation with other --workers has rows of its own.
+# Settings are those of `parse`, so the same evaluation with other --workers has rows of its own.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. An encoder is more than its
     weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""

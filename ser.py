@@ -111,13 +111,14 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice, as the release: [0.7, 1.3] of 4.1 are areas, and aspects are log-uniform in a
-    # range of its own.
+    # Choice: we read [0.7, 1.3] of 4.1 as a range of areas, as the release.
+    # Choice: the aspect, which 4.1 does not give, is log-uniform in the release's range.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
-    # Paper: sides are whole numbers of tokens (3.2). Choice, unlike 4.1: they are
-    # rounded, as in the release. So areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Paper: sides are whole numbers of tokens (3.2).
+    # Choice, unlike 4.1: they are rounded, as in the release. So areas of 14 x 14 tokens are
+    # scaled by 0.66 to 1.38.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -159,8 +160,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
-    # What is left of an odd number of turns is a quarter turn. It exchanges rows and columns,
-    # so each map and its quarter turn are both resized to g.grid before one is chosen.
+    # After the half turn, a quarter turn is left of an odd number of turns. It exchanges rows and
+    # columns, so each map and its quarter turn are both resized to g.grid before one is chosen.
     # `contiguous` gives both one layout in memory, on which the last bits of later sums depend.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
@@ -361,7 +362,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from this. torch.manual_seed seeds all devices, and is slow.
+        # RandomResizedCrop samples from this generator. torch.manual_seed seeds those of all
+        # devices, and is slow.
         torch.default_generator.manual_seed(seed)
         return [prepare_view(image, settings, in_b2) for settings in self.view_settings]
 
@@ -420,7 +422,8 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
-    # hue shifts of 0 change no bit. Choice, unlike MoCo-v3, which jitters bytes: floats.
+    # hue shifts of 0 leave an image as it is, bit for bit.
+    # Choice, unlike MoCo-v3, which jitters bytes: floats.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
@@ -468,7 +471,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch reach to three times the largest sigma or further.
+    # Choice: all kernels of a batch reach to some three times the largest sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -789,8 +792,9 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: both share one
-        # mean, and all images are keys, as in the release. With two means, on 8 ranks, an
-        # image of b2 would weigh 84 times as much as one of b1, and lambda would weigh less.
+        # mean, and all images are keys, as in the release. With two means, an image of b2
+        # would weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of
+        # b1. And L_inv, a sum of two, would be larger, so that lambda would weigh less.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
