@@ -167,27 +167,26 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     data = ImageFolder(
         root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
     folders = [name for name in data.classes if name[0] != "."]
-    names = classes or folders     # of labels 0, 1, ...
+    label_of = {name: label for label, name in enumerate(classes or folders)}
 
     # The folders of ImageNet-V2 have labels as their names, 0, 1, ... Numbers from 1 on
     # are refused, as label 1 is the second class.
-    if set(folders).isdisjoint(names):
+    if label_of.keys().isdisjoint(folders):
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
         _, rank = ser.ranks_and_rank()
         if rank == 0:
             print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
-        names = [str(label) for label in range(len(names))]
+        label_of = {str(label): label for label in label_of.values()}
 
     with_images = {data.classes[place] for place in data.targets}
     for folder in folders:
-        if folder not in names:
+        if folder not in label_of:
             sys.exit(f"{root}: the training images have no class {folder}")
         if folder not in with_images:
             sys.exit(f"{root}: no image below {folder}")
 
-    # From the places of folders, which ImageFolder takes for labels, to labels.
-    label_of = {name: label for label, name in enumerate(names)}
+    # ImageFolder takes the place of a folder among all for its label.
     data.samples = [(path, label_of[data.classes[place]]) for path, place in data.samples]
     data.targets = [label for _, label in data.samples]
     data.classes = folders

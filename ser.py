@@ -1045,11 +1045,9 @@ def from_rank_0(value: Any) -> Any:
 def check_same_run(path: Path, saved: dict, settings: dict) -> None:
     """Exit with one sentence if a checkpoint is of a run with other settings. On rank 0, print
     whether it is of another folder of images, or of other code."""
-    may_differ = (
-        "data", "out",                           # folders may have moved, with the same images
-        "workers", "log_every", "save_every",    # no result depends on these
-        "device",                                # a run may move, with the same --bf16
-        "code")                                  # a change is reported below, as is one of data
+    # Folders may have moved with the same images, and a run may move to another device with the
+    # same --bf16. No result depends on the next three. Changes of data and code are printed.
+    may_differ = ("data", "out", "device", "workers", "log_every", "save_every", "code")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1180,14 +1178,20 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    # If no folder is called train, one such as val or ILSVRC2012_img_val below DATA is a mistake.
     names = [path.removeprefix(f"{root}/") for path in images]
+    if root.name != "train":
+        refuse_held_out(names, args)
+    return images, checksum(names)
+
+
+def refuse_held_out(names: Sequence[str], args: Namespace) -> None:
+    """Exit with one sentence if images below DATA, which has no train/, are in a folder such as
+    val or ILSVRC2012_img_val, as one does not train on these."""
     folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
     held_out = [folder for folder in folders if HELD_OUT & set(re.split("[^a-z]+", folder))]
-    if root.name != "train" and held_out:
+    if held_out:
         sys.exit(f"--data {args.data}: has no train/, but {', '.join(held_out)}: name the folder "
                  "of the images to train on, or call it train")
-    return images, checksum(names)
 
 
 def checksum(texts: Sequence[str]) -> str:
