@@ -22,7 +22,7 @@ Results are rows of eval.json, in the folder of the checkpoint. This one has the
 and its settings are cut short:
 
     {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
-     "code": "1c2d...", "set": "val", "classes": 1000, "block": 12,
+     "set": "val", "classes": 1000, "block": 12,
      "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. The file eval.jsonl has a line for each epoch
@@ -53,9 +53,6 @@ from tqdm import tqdm
 
 import ser
 from ser import ViT, rho
-
-# A checksum of ser.py and this file, which rows hold. Scripts in paper/ are not in it.
-CODE_CHECKSUM = ser.checksum([Path(path).read_text() for path in (ser.__file__, __file__)])
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -495,7 +492,6 @@ def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
 #     set, classes, block, measure, value    make_rows
 #     encoder                                evaluate; other scripts may write other keys
 #     weights, settings, images              provenance
-#     code                                   add_rows
 # Settings are those of `parse`, so the same evaluation with other --workers has rows of its own.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. An encoder is more than its
@@ -534,8 +530,8 @@ def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[
 
 
 def row_key(row: dict) -> dict:
-    """A row without its value, and without the code that measured it."""
-    return {name: cell for name, cell in row.items() if name not in ("value", "code")}
+    """A row without its value."""
+    return {name: cell for name, cell in row.items() if name != "value"}
 
 
 def results_path(args: Namespace, name: str) -> Path:
@@ -559,7 +555,7 @@ def read_results(path: Path) -> dict:
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
              images: str) -> None:
     """Add rows to the file of results, each with what made it. A row replaces an older one
-    that differs from it in value and code alone."""
+    that differs from it in value alone."""
     lock = open(path.with_suffix(".lock"), "w")
     with suppress(OSError):     # some network file systems have no locks
         fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
@@ -569,7 +565,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
     results["checkpoints"].setdefault(checkpoint.fingerprint, training)
 
     for row in rows:
-        new = provenance(args, checkpoint, images) | {"code": CODE_CHECKSUM} | row
+        new = provenance(args, checkpoint, images) | row
         others = [old for old in results["rows"] if row_key(old) != row_key(new)]
         results["rows"] = [*others, new]
 

@@ -57,7 +57,6 @@ import json
 import math
 import os
 import random
-import re
 import sys
 import time
 import zlib
@@ -1043,11 +1042,11 @@ def from_rank_0(value: Any) -> Any:
 
 
 def check_same_run(path: Path, saved: dict, settings: dict) -> None:
-    """Exit with one sentence if a checkpoint is of a run with other settings. On rank 0, print
-    whether it is of another folder of images, or of other code."""
+    """Exit with one sentence if a checkpoint is of a run with other settings, and say on rank 0
+    if it is of another folder of images."""
     # Folders may have moved with the same images, and a run may move to another device with the
-    # same --bf16. No result depends on the next three. Changes of data and code are printed.
-    may_differ = ("data", "out", "device", "workers", "log_every", "save_every", "code")
+    # same --bf16. No result depends on the other three.
+    may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1059,9 +1058,6 @@ def check_same_run(path: Path, saved: dict, settings: dict) -> None:
     if rank == 0 and saved.get("data") != settings.get("data"):
         print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
               "these are other images, give a new --out")
-    if rank == 0 and saved.get("code") != settings.get("code"):
-        print(f"{path} was trained by other code, or from another script; to train anew, give a "
-              "new --out")
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
@@ -1087,8 +1083,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
           make_optimizer: Callable = adamw,
           set_learning_rate: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
-    code = code_checksum()     # before this file may be edited, as runs take long
-
     # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1110,7 +1104,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
-        ranks=ranks, b2=ranks * b2_per_rank(args, ranks), code=code)
+        ranks=ranks, b2=ranks * b2_per_rank(args, ranks))
     path = Path(args.out, "last.pt")
     start = resume(path, vars(settings), model, optimizer)
 
@@ -1157,9 +1151,6 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 
 # ==== 9. Around it: files, synthetic images, checks, output ===========================
-HELD_OUT = {"val", "valid", "validation", "test", "testing"}     # words in names of folders
-
-
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
@@ -1178,32 +1169,12 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if not images:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    names = [path.removeprefix(f"{root}/") for path in images]
-    if root.name != "train":
-        refuse_held_out(names, args)
-    return images, checksum(names)
-
-
-def refuse_held_out(names: Sequence[str], args: Namespace) -> None:
-    """Exit with one sentence if images below DATA, which has no train/, are in a folder such as
-    val or ILSVRC2012_img_val, as one does not train on these."""
-    folders = {folder for name in names for folder in name.lower().split("/")[:-1]}
-    held_out = [folder for folder in folders if HELD_OUT & set(re.split("[^a-z]+", folder))]
-    if held_out:
-        sys.exit(f"--data {args.data}: has no train/, but {', '.join(held_out)}: name the folder "
-                 "of the images to train on, or call it train")
+    return images, checksum([path.removeprefix(f"{root}/") for path in images])
 
 
 def checksum(texts: Sequence[str]) -> str:
     """The CRC-32 of a list of texts, as eight hexadecimal digits."""
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
-
-
-def code_checksum() -> str:
-    """The checksum of this file and of the script that runs, but not of other modules."""
-    paths = [__file__, sys.argv[0]]     # the latter may be no file, but "-c"
-    return checksum([
-        Path(path).read_text(errors="replace") for path in paths if os.path.isfile(path)])
 
 
 def read_image(path: str) -> Tensor:

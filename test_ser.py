@@ -911,8 +911,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
     first, *lines = log_of(whole_run)
     facts = dict(method="SER on MoCoV3", images=43, ranks=1, steps=10, b2=4, device="cpu")
-    code = ser.checksum([Path(file).read_text() for file in (ser.__file__, sys.argv[0])])
-    wanted = vars(toy(folder, whole_run, workers=1)) | facts | {"code": code}
+    wanted = vars(toy(folder, whole_run, workers=1)) | facts
     assert wanted.items() <= first.items()
     for line in lines:
         assert line.keys() == {"step", "loss", "inv", "equiv", "lr"}
@@ -944,23 +943,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(factor, folder, tmp_path
     assert last(tmp_path)["step"] == 2
 
 
-def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys, monkeypatch):
+def test_a_moved_run_goes_on_with_its_images(whole_run, folder, tmp_path, capsys):
     moved = shutil.copytree(folder, tmp_path / "moved")
     run = shutil.copytree(whole_run, tmp_path / "run")
     args = toy(moved, run, workers=0, log_every=7, save_every=2)
-    monkeypatch.setattr(ser, "code_checksum", lambda: "edited")
     ser.train(args)
-    assert re.search(f"(?s){moved}.*other code.*10 to 10.*100%", "".join(capsys.readouterr()))
+    assert re.search(f"(?s){moved}.*10 to 10.*100%", "".join(capsys.readouterr()))
 
     (moved / "b").rename(moved / "c")     # which changes neither the names nor their order
     told = sentence(ser.train, args)
     assert "names_checksum" in told and "images 43" not in told
 
 
-def test_all_settings_but_seven_are_compared_and_those_that_differ_are_listed(whole_run):
+def test_all_settings_but_six_are_compared_and_those_that_differ_are_listed(whole_run):
     told = sentence(ser.resume, whole_run / "last.pt", dict(weight=0.25, extra=1), None, None)
     assert "weight 0.5 (now 0.25)" in told
-    free = {"data", "out", "workers", "log_every", "save_every", "device", "code"}
+    free = {"data", "out", "workers", "log_every", "save_every", "device"}
     listed = re.findall(r"(\w+) [^()]* \(now [^()]*\)", told.split(" with ")[1])
     assert set(listed) == last(whole_run)["settings"].keys() - free | {"extra"}
 
@@ -1039,10 +1037,6 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     (root / "c").symlink_to(root / "b")
     names = ("b/latest/val.JPEG", "c/latest/val.JPEG", "\udcff.bmp")
     assert ser.find_images(toy(root))[0] == [f"{root}/{name}" for name in names]
-    for name in ("Val", "valid", "validation", "test2017", "ILSVRC2012_img_val", "test_set"):
-        (root / "b" / name).symlink_to(folder)
-        assert f"{name.lower()}: name the folder" in sentence(ser.find_images, toy(root))
-        (root / "b" / name).unlink()
     shutil.copytree(folder, root / "train")
     for name in ("train", "test"):     # which may be classes
         shutil.copytree(folder, root / "train" / name)
@@ -1435,8 +1429,6 @@ def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     assert own["trained"] not in map(eval_linear.fingerprint, others)
 
     assert all(row["weights"] == own[row["encoder"]] for row in results["rows"])
-    code = ser.checksum([Path(module.__file__).read_text() for module in (ser, eval_linear)])
-    assert {row["code"] for row in results["rows"]} == {code}
     assert head["weights"] == own["trained"]
     made_by = results["checkpoints"]
     assert [made_by[own[name]]["step"] for name in encoders] == [0, 7]
@@ -1491,13 +1483,11 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     path = tmp_path / "eval.json"
     made_of = ["a0x", "a1x", "b0x", "a0y", "a0x"]
     for value, (weights, seed, images) in enumerate(made_of, start=1):
-        monkeypatch.setattr(eval_linear, "CODE_CHECKSUM", f"version {value}")
         made_by = eval_linear.Checkpoint(None, weights, value, {})
         eval_linear.add_rows(path, [{"value": value}], ser.Namespace(seed=seed), made_by, images)
 
     results = results_of(tmp_path)
     assert [row["value"] for row in results["rows"]] == [2, 3, 4, 5]
-    assert len({row["code"] for row in results["rows"]}) == 4
     assert {name: run["step"] for name, run in results["checkpoints"].items()} == {"a": 1, "b": 3}
 
     monkeypatch.setattr(Path, "write_text", lambda path, text: path.write_bytes(b"half") / 0)

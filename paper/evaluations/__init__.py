@@ -53,8 +53,6 @@ def load_several(args: Namespace) -> list[Checkpoint]:
         args.label = args.label or list(ENCODERS)
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
-    if len(args.label) != len(args.checkpoint):
-        sys.exit(f"--label {args.label}: should be {len(args.checkpoint)} names")
     paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]
     return [eval_linear.read_checkpoint(path) for path in paths]
 
@@ -84,4 +82,4 @@ def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                         "bf16": eval_linear.has_bf16()}
     harmless = ("data", "out", "workers", "save_every")
     named = {f"{name}_{key}": value for key, value in own.items() if key not in harmless}
-    return checkpoint.settings | named | {"data": args.data, "code": ser.code_checksum()}
+    return checkpoint.settings | named | {"data": args.data}

@@ -74,8 +74,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--weight", type=float, default=0.1, help="of L_equiv")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=4)
-    parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3,
-                        code=ser.code_checksum())
+    parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)
     return parser.parse_args(argv)
 
 

@@ -147,8 +147,6 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             before = [] if args.print else own_rows(words, out, images)
             if not before:
                 call(["eval_linear.py", *words], args)
-            elif {row.get("code") for row in before} != {eval_linear.CODE_CHECKSUM}:
-                print(f"{out} was evaluated by other code; to do it anew, delete its eval.json")
             if not args.print:
                 found += before or own_rows(words, out, images)
 
@@ -158,9 +156,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             made_by = {
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
                 "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
-                "read by heads": len(eval_linear.feature_blocks(trained)),
-                "trained by": trained.code,
-                "code": sorted({row.get("code", "older") for row in found})}
+                "read by heads": len(eval_linear.feature_blocks(trained))}
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
         rows += own
@@ -168,11 +164,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
 
 def check_alike(rows: list[dict]) -> None:
-    """Exit with one sentence if rows should not share a table, and say if their code differs."""
-    codes = {code for row in rows for code in row.get("code", ["older"])}
-    trained = {(row["own"].split(" --")[0].strip(), row.get("trained by")) for row in rows}
-    if len(codes) > 1 or len(trained) > len(dict(trained)):     # of one script
-        print("several versions of the code trained these runs, or measured them")
+    """Exit with one sentence if rows should not share a table."""
     for name in ("flags", "images", "ranks", "bf16"):
         found = {str(row.get(name)) for row in rows}     # older rows do not tell, so None is one
         if len(found) > 1:

@@ -76,10 +76,6 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     for told, changes in changed.items():
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(imagenette.main, imagenette.settings(twice))
-    for other in ({"code": ["other"]}, {"trained by": "other"}):
-        (out / "others.json").write_text(json.dumps([row | {"seed": 5} | other for row in rows]))
-        imagenette.main(imagenette.settings(twice))
-        assert "several versions of the code" in capsys.readouterr().out
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
