@@ -535,13 +535,11 @@ def row_key(row: dict) -> dict:
 
 
 def results_path(args: Namespace, name: str) -> Path:
-    """The file `name` in the folder of the results. Exits if it cannot be written."""
+    """The file `name` in the folder of the results, which must let us write."""
     folder = Path(args.out or Path(args.checkpoint).parent)
     folder.mkdir(parents=True, exist_ok=True)
-    added_to = [(folder / name).with_suffix(suffix) for suffix in (".lock", ".jsonl")]
-    for path in [folder, *added_to]:
-        if path.exists() and not os.access(path, os.W_OK):
-            sys.exit(f"nothing can be written to {path}: name another folder by --out")
+    if not os.access(folder, os.W_OK):
+        sys.exit(f"nothing can be written to {folder}: name another folder by --out")
     return folder / name
 
 

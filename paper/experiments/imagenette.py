@@ -80,12 +80,10 @@ def draw(rows: list[dict]) -> Any:
 
 def show(args: Namespace) -> None:
     """Print the tables of files of rows, and draw them."""
-    paths = args.show or Path(args.out).glob("*/rows.json")
-    found = [row for path in paths for row in json.loads(Path(path).read_text())]
-    rows = [row for row in found
-            if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
-    if len(rows) < len(found):
-        print("rows of other --names or --seeds are left out")
+    rows = []
+    for path in args.show or Path(args.out).glob("*/rows.json"):
+        rows += [row for row in json.loads(Path(path).read_text())
+                 if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):

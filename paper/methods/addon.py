@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ser
 from ser import View, ViewSettings, count, share
 
-PLAIN = dict(ratio=0.0, cls_layer=0)     # [CLS] enters at once; in the release with a position
+PLAIN = dict(ratio=0.0, cls_layer=0)     # so block 3 has a [CLS]; the release's has a position
 SMALL = ser.SMALL | PLAIN | dict(layer=4)     # for synthetic images; 4: the last block
 
 

@@ -79,8 +79,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         imagenette.main(imagenette.settings(["--show", path, *argv[2:], *flags.split()]))
-        told = capsys.readouterr().out
-        assert f"\n|  |{titles}\n" in told and ("left out" in told) == (flags != "--seeds 4")
+        assert f"\n|  |{titles}\n" in capsys.readouterr().out
 
 
 def tables(name, capsys, *flags):
