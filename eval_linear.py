@@ -14,9 +14,10 @@ flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Without --data, all take seconds,
-images are not cropped, and equivariance of turns, after f1, is always measured. Where
-equivariance is measured, the untrained encoder is evaluated, too, in twice the time.
+--equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and 20-NN.
+Without --data, all take seconds, images are not cropped, and equivariance of turns, after f1,
+is always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
+twice the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. This one has the paper's value,
 and its settings are cut short:
@@ -113,9 +114,6 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     state = None
     if rank == 0:
         state = ser.load_checkpoint(args.checkpoint)
-        if state["step"] < state.get("steps", 0):     # what convert.py writes has no `steps`
-            print(f"{args.checkpoint} is of a run that has not ended, after step "
-                  f"{state['step']} of {state['steps']}")
         state = {key: state[key] for key in ("encoder", "settings", "step")}
     state = ser.from_rank_0(state)
 

@@ -85,11 +85,12 @@ from tqdm import tqdm
 # Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which follows section 6.
 # Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
-ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion that make up the group G
+ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
 
 class Geometry(NamedTuple):
-    """A flip, then quarter turns, for each image of a view, then one scaling for all."""
+    """Elements g of the group G, the motions of a view: a flip and then quarter turns for each
+    image, and after them one scaling for all."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -156,12 +157,14 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
+    # Each step is computed for all images, and `where` takes it for those that make it. The turns
+    # are a half turn, if there are two or three, and a quarter turn, if their number is odd.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
-    # After the half turn, a quarter turn is left of an odd number of turns. It exchanges rows and
-    # columns, so each map and its quarter turn are both resized to g.grid before one is chosen.
-    # `contiguous` gives both one layout in memory, on which the last bits of later sums depend.
+    # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
+    # Both are resized to g.grid before one is taken. With `contiguous`, both have one layout in
+    # memory, without which the last bits of a training would change.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -171,14 +174,14 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The motion that takes view 1 and its maps to view 2 (3.1): the flips and turns of
     g = g2 g1^-1, and the size of view 2."""
-    # A view is moved by S Q^t M^m, which is m = 0 or 1 flips M, then t quarter turns Q, then
-    # a scaling S. Two flips are none, M M = 1, and M Q = Q^-1 M. So
-    #     g2 g1^-1 = S2 Q^t2 M^m2 (S1 Q^t1 M^m1)^-1
-    #              = S2 Q^t2 M^m2 M^m1 Q^-t1 S1^-1
-    #              = S2 Q^t2 M^m Q^-t1 S1^-1       where m is 1 if one view alone is flipped
-    #              = S2 Q^(t2 - s t1) M^m S1^-1    where s is -1 if m is 1, else 1
-    # A resize takes a map of any size to g2.grid. So S1^-1 and S2 are one resize, as two would
-    # blur more. It comes last, as a flip and turns do no more than exchange rows and columns.
+    # A view makes m = 0 or 1 flips M, then t quarter turns Q, which is Q^t M^m. Two flips are
+    # none, M M = 1, and M Q = Q^-1 M. So without their scalings,
+    #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
+    #              = Q^t2 M^m2 M^m1 Q^-t1
+    #              = Q^t2 M^m Q^-t1       where m is 1 if one view alone is flipped
+    #              = Q^(t2 - s t1) M^m    where s is -1 if m is 1, else 1
+    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize of the map to
+    # g2.grid, at the end, as two would blur more.
     flip = g1.flip ^ g2.flip
     s = torch.where(flip, -1, 1)
     turns = (g2.turns - s * g1.turns) % 4
@@ -236,7 +239,8 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
     """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`. The last, incomplete batch of an epoch is dropped.
+    `start` to before `end`. The loop over epochs is here, as a run may go on or end in the
+    middle of one. The last, incomplete batch of an epoch is dropped.
 
     A batch is a list of items (epoch, index, in_b2), those of b1 first."""
     ranks, rank = ranks_and_rank()
@@ -247,7 +251,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
         order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
         batches = order.split(args.batch_size)[:steps_per_epoch]
         for step, batch in enumerate(batches, epoch * steps_per_epoch):
-            if start <= step < end:     # a run may go on or end in the middle of an epoch
+            if start <= step < end:
                 b1 = batch[:b1_total].chunk(ranks)[rank].tolist()
                 b2 = batch[b1_total:].chunk(ranks)[rank].tolist()
                 items = [(epoch, index, False) for index in b1]
@@ -790,10 +794,10 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: both share one
-        # mean, and all images are keys, as in the release. With two means, an image of b2
-        # would weigh 84 times as much as one of b1, as 8 ranks have 24 of b2 and 2,024 of
-        # b1. And L_inv, a sum of two, would be larger, so that lambda would weigh less.
+        # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
+        # all images, each of which is a key for all, as in the release. With two means, an
+        # image of b2 would weigh 2,024 / 24 = 84 times as much as one of b1, as 8 ranks have
+        # 24 of b2 and 2,024 of b1. A sum of two would be larger, too, so lambda would weigh less.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1045,7 +1049,7 @@ def check_same_run(path: Path, saved: dict, settings: dict) -> None:
     """Exit with one sentence if a checkpoint is of a run with other settings, and say on rank 0
     if it is of another folder of images."""
     # Folders may have moved with the same images, and a run may move to another device with the
-    # same --bf16. No result depends on the other three.
+    # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
     may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
@@ -1144,7 +1148,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         if save_now or step == start or done % args.log_every == 0:
             log_and_check(log, bar, done, losses, optimizer.param_groups[0]["lr"])
         if save_now and rank == 0:
-            save(path, step=done, steps=steps, settings=vars(settings), model=model.state_dict(),
+            save(path, step=done, settings=vars(settings), model=model.state_dict(),
                  encoder=model.base.encoder.state_dict(), optimizer=optimizer.state_dict())
 
     return path

@@ -897,7 +897,7 @@ def killed_run(_, folder, out):
 def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         start_processes(killed_run, (folder, tmp_path), start_method="forkserver")
-    assert [last(tmp_path)[name] for name in ("step", "steps")] == [3, 10]
+    assert last(tmp_path)["step"] == 3
     assert log_of(tmp_path)[-1]["step"] == 6     # the step whose saving was killed
     ser.train(toy(folder, tmp_path, save_every=3, log_every=5))
 
@@ -1496,18 +1496,16 @@ def test_a_new_value_replaces_the_old_one_at_the_end(tmp_path, monkeypatch):
     assert results_of(tmp_path) == results
 
 
-def test_other_heads_and_weights_replace_no_head(tree, checkpoint, capsys):
+def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
     for flags in ([], ["--mlp"], ["--cache"], []):
         eval_linear.evaluate(eval_args(tree, checkpoint, *flags))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 2
 
     state = torch.load(checkpoint)
     state["encoder"]["blocks.2.norm1.bias"] += 1
-    for steps in (7, 9):
-        ser.save(checkpoint, **state, steps=steps)
-        eval_linear.evaluate(eval_args(tree, checkpoint))
+    ser.save(checkpoint, **state)
+    eval_linear.evaluate(eval_args(tree, checkpoint))
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3
-    assert capsys.readouterr().out.count("step 7 of") == 1     # of 9: it has not ended
 
 
 @parametrize("test", ["train=few", "val=few", "few", "few=few few=val"])

@@ -188,7 +188,7 @@ def train(model: FasterRCNN, data: Dataset, args: Namespace, run: dict, path: Pa
             ser.log_and_check(log, bar, done, {"loss": loss, **losses}, lr)
             if rank == 0:
                 encoder = model.backbone.encoder.state_dict()     # as in all checkpoints
-                ser.save(path, step=done, steps=plan["steps"], settings=run,
+                ser.save(path, step=done, settings=run,
                          model=model.state_dict(), encoder=encoder,
                          optimizer=optimizer.state_dict())
 

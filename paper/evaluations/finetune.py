@@ -126,7 +126,7 @@ def train(model: Classifier, data: Dataset, args: Namespace, run: dict, path: Pa
         done = step + 1
         ser.log_and_check(log, bar, done, {"loss": loss}, lr)
         if rank == 0:
-            ser.save(path, step=done, steps=plan["steps"], settings=run,
+            ser.save(path, step=done, settings=run,
                      model=model.state_dict(), encoder=model.encoder.state_dict(),
                      optimizer=optimizer.state_dict())
 
