@@ -143,7 +143,8 @@ class Sets(NamedTuple):
 
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic here, and bilinear in random crops, as the release and DINO's eval_linear.
+    # Choice: bicubic, while the random crops of `load_sets` are bilinear. Both are those of the
+    # release and of DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -201,7 +202,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     train_centre = class_folder(train, centre)
     classes = train_centre.classes
 
-    # Choice: crops and flips as the release.
+    # Choice: crops and flips of the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
     tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
@@ -405,8 +406,8 @@ PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). Some g
-    leave an image as it is."""
+    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in
+    training, g may be the identity."""
     # Choice: the cosine is of each token.
     # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone.
     total = 0.0
@@ -424,23 +425,25 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
               change: Callable = nn.Identity()) -> float:
-    """How often a token finds itself in the moved image, among the tokens of 32
-    images, as a share: about 1 / (32 H W) by chance.
+    """How often a token of an image is nearest to its own place in the moved image, among the
+    tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode.
-    images: (n, 3, S, S), as f1 takes them or, if there is a `change`, as that does. n
-        should be a multiple of 32, as a token is found more easily among fewer images.
+    images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
+        fewer images. Without `change`, they are what f1 takes.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
         scalings of a map of few tokens change no size, so that values are too high.
-    change: is applied before f1, and anew to the moved images, such as a colour jitter.
-        Without it, the mean colour of a patch would find almost every turned token."""
+    change: makes of images what f1 takes, such as a colour jitter. It is called for the images
+        and again for the moved ones. Without it, the mean colour of a patch would find almost
+        every turned token."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as all tokens would be found in one that stays.
+        # Every image is turned or flipped, as all tokens would be found in one that stays. So
+        # of what is sampled, only the scaling is used.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -529,7 +532,7 @@ def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[
 
 def row_key(row: dict) -> dict:
     """A row without its value."""
-    return {name: cell for name, cell in row.items() if name != "value"}
+    return {name: entry for name, entry in row.items() if name != "value"}
 
 
 def results_path(args: Namespace, name: str) -> Path:
@@ -713,7 +716,8 @@ def evaluate(args: Namespace) -> list[dict]:
         if rank == 0:
             if saved_head and name == "trained":
                 save_head(path.parent, saved_head, args, measured, images)
-            add_rows(path, own_rows, args, measured, images)     # last, as a sweep looks for rows
+            # These come last, as paper/experiments take an evaluation with rows for whole.
+            add_rows(path, own_rows, args, measured, images)
 
     if rank == 0:
         print_table(rows)

@@ -29,8 +29,8 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
 Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, so
-"unlike MoCo-v3" also means unlike the paper. These settings are from MoCo-v3's code and
-the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
+"unlike MoCo-v3" also means unlike the paper. The settings that it keeps are from MoCo-v3's
+code and the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -42,7 +42,7 @@ has no gradient, as all tokens are detached when they are gathered (builder/moco
 956 to 962). So the results of the paper may be of another version.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-A few fields, arguments and functions here, which this file does not need, are for them.
+Fields and arguments that only these need say so.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -260,14 +260,14 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3.
 #
-#     done in       to b1, by T          with probability    to b2, by T_eq
-#     loader        a random crop        1                   the whole image becomes a square
-#     loader        a horizontal flip    P_FLIP              -
-#     make_views    -                                        flip, turns and scaling, by `rho`
-#     make_views    a colour jitter      P_COLOUR            the same
-#     make_views    grayscale            P_GRAY              the same
-#     make_views    blur                 P_BLUR              the same
-#     make_views    solarization         P_SOLARIZE          the same
+#     of b1, by T          with probability    of b2, by T_eq                      done in
+#     a random crop        1                   the whole image becomes a square    the loader
+#     a horizontal flip    P_FLIP              -                                   the loader
+#     -                                        flip, turns and scaling, by `rho`   make_views
+#     a colour jitter      P_COLOUR            the same                            make_views
+#     grayscale            P_GRAY              the same                            make_views
+#     blur                 P_BLUR              the same                            make_views
+#     solarization         P_SOLARIZE          the same                            make_views
 #
 # The last four are the photometric jitter, done on the device, where it is much faster.
 # The loader samples its numbers, except for the order of the colour jitter's operations.
@@ -277,7 +277,7 @@ P_COLOUR = 0.8
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1
 P_GRAY = 0.2
 P_BLUR = (1.0, 0.1)            # in view 1, in view 2
-BLUR_SIGMA = (0.1, 2.0)        # in pixels of a view of 224
+BLUR_SIGMA = (0.1, 2.0)        # from, to, in pixels of a view of 224
 P_SOLARIZE = (0.0, 0.2)        # in view 1, in view 2
 SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are inverted
 
@@ -605,18 +605,18 @@ class ViT(nn.Module):
 
 def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[Tensor, dict]:
     """A view -> the final [CLS] of b1, then b2, (B, D), and the maps of b2 by layer."""
-    of_b1 = encoder(view.b1)
+    encoded_b1 = encoder(view.b1)
     if view.b2 is None:
-        return of_b1.cls, {}
-    of_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
-    return torch.cat([of_b1.cls, of_b2.cls]), of_b2.maps
+        return encoded_b1.cls, {}
+    encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
+    return torch.cat([encoded_b1.cls, encoded_b2.cls]), encoded_b2.maps
 
 
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in
-    # the release, but for its eps. Choice: no biases, as there.
+    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
+    # release, though with PyTorch's eps of 1e-5, not 1e-6. Choice: no biases, as there.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
