@@ -442,8 +442,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Every image is turned or flipped, as all tokens would be found in one that stays. So
-        # of what is sampled, only the scaling is used.
+        # Here every image is turned or flipped. `sample_geometry` lets some stay as they are, in
+        # which all tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

@@ -82,7 +82,7 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which follows section 6.
+# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which ends this file.
 # Of the imports above they need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
@@ -111,7 +111,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
     turns = torch.randint(4, (batch,), generator=generator)
     u, v = torch.rand(2, generator=generator).tolist()     # for area and aspect
 
-    # Choice: we read [0.7, 1.3] of 4.1 as a range of areas, as the release.
+    # Choice: [0.7, 1.3] of 4.1 is a range of areas, sampled uniformly, as in the release.
     # Choice: the aspect, which 4.1 does not give, is log-uniform in the release's range.
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
@@ -178,13 +178,13 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     # none, M M = 1, and M Q = Q^-1 M. So without their scalings,
     #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
     #              = Q^t2 M^m2 M^m1 Q^-t1
-    #              = Q^t2 M^m Q^-t1       where m is 1 if one view alone is flipped
-    #              = Q^(t2 - s t1) M^m    where s is -1 if m is 1, else 1
+    #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
+    #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
     # Choice: undoing the scaling of view 1 and making that of view 2 is one resize of the map to
     # g2.grid, at the end, as two would blur more.
     flip = g1.flip ^ g2.flip
-    s = torch.where(flip, -1, 1)
-    turns = (g2.turns - s * g1.turns) % 4
+    sign = torch.where(flip, -1, 1)
+    turns = (g2.turns - sign * g1.turns) % 4
     return Geometry(flip, turns, g2.grid)
 
 
@@ -542,7 +542,8 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the others
-    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT."""
+    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
+    setting, L_equiv acts where f1 ends."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -616,7 +617,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
-    # release, though with PyTorch's eps of 1e-5, not 1e-6. Choice: no biases, as there.
+    # release, though with PyTorch's eps of 1e-5, not 1e-6. Choice: both layers have 512
+    # features and no biases, as there.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -818,28 +820,6 @@ class SER(nn.Module):
         return sum(losses) / len(losses)     # Choice: the mean over layers
 
 
-# ==== Beside the method: its loss in trainings that are not ours ======================
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
-                      patch: int, shared: torch.Generator, temperature: float = 0.3,
-                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv of images: sample two motions for each, move two copies of it, and compare
-    the maps of `f1`. On several ranks, gradients must be averaged, as DDP does.
-
-    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
-    shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control without motion."""
-    grid = min(images1.shape[2:]) // patch
-    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
-    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-
-    # Choice: the jitter comes before the motion, unlike in `make_views`.
-    h1 = f1(rho(g1, images1, patch))
-    h2 = f1(rho(g2, images2, patch))
-    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
-
-
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags, whose names argparse prints in its errors.
 def nonnegative(text: str) -> float:
@@ -938,7 +918,8 @@ SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
 
 def parse(argv: Sequence[str] | None = None, parser: ArgumentParser | None = None,
           small: dict = SMALL) -> Namespace:
-    """The settings of a command line. Without --data, `small` replaces the defaults."""
+    """The settings of a command line. Without --data, `small` replaces the defaults. Other
+    methods give a `parser` and `small` of their own."""
     parser = parser or arguments()
     if not parser.parse_known_args(argv)[0].data:     # a first look, for the defaults
         parser.set_defaults(**small)
@@ -1154,7 +1135,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, output ===========================
+# ==== 9. Around it: files, synthetic images, checks, output, the loss for others ======
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
@@ -1311,6 +1292,28 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     print(json.dumps(line), file=log)
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: lower --base-lr, in a new --out")
+
+
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
+                      patch: int, shared: torch.Generator, temperature: float = 0.3,
+                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
+    """L_equiv for a training that is not ours: sample two motions for each image, move two
+    copies of it, and compare the maps of `f1`. On several ranks, gradients must be averaged,
+    as DDP does.
+
+    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
+        colour jitter of its own, and normalised. They should be squares; others are distorted.
+    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
+    shared: a generator that has the same seed on all ranks, each of which has B images.
+    elements: what moves the images; () is a control without motion."""
+    grid = min(images1.shape[2:]) // patch
+    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
+    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
+
+    # Choice: the jitter comes before the motion, unlike in `make_views`.
+    h1 = f1(rho(g1, images1, patch))
+    h2 = f1(rho(g2, images2, patch))
+    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
 
 
 if __name__ == "__main__":
