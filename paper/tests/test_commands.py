@@ -2,6 +2,7 @@
 import ast
 import importlib
 import re
+import runpy
 import shlex
 
 import pytest
@@ -12,6 +13,7 @@ import ser
 ROOT = ser.Path(ser.__file__).parent
 READMES = ["README.md", "paper/README.md"]
 SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))]
+ADDON = "paper/methods/addon.py"     # the parent of the four baselines
 FENCED = r"(?ms)^```.*?^```"
 COMMAND = r"\b(python|torchrun) ([^\"]*?)(ser\.py|eval_linear\.py|(?<=-m )\w+\.[\w.]+)( .*|$)"
 
@@ -35,11 +37,17 @@ def parse(script, flags):
 
 @pytest.mark.parametrize("name", [*READMES, "ser.py", "eval_linear.py", *SCRIPTS])
 def test_each_command_line_is_one_that_its_script_takes(name):
-    assert list(commands(name)) or name.endswith("addon.py")
+    assert list(commands(name)) or name == ADDON
     for runner, before, script, flags in commands(name):
         if runner == "torchrun":
             get_args_parser().parse_args([*before, script, *flags])
         parse(script, flags)
+
+@pytest.mark.parametrize("name", {"ser.py", "eval_linear.py", *SCRIPTS} - {ADDON})
+def test_each_script_reads_its_command_line(name, monkeypatch):
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / name), run_name="__main__")
 
 def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
     trained = {}
