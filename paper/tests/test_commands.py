@@ -43,7 +43,7 @@ def test_each_command_line_is_one_that_its_script_takes(name):
             get_args_parser().parse_args([*before, script, *flags])
         parse(script, flags)
 
-@pytest.mark.parametrize("name", {"ser.py", "eval_linear.py", *SCRIPTS} - {ADDON})
+@pytest.mark.parametrize("name", sorted({"ser.py", "eval_linear.py", *SCRIPTS} - {ADDON}))
 def test_each_script_reads_its_command_line(name, monkeypatch):
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit):
