@@ -19,12 +19,12 @@ Without --data, all take seconds, images are not cropped, and equivariance of tu
 is always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
 twice the time.
 
-Results are rows of eval.json, in the folder of the checkpoint. This one has the paper's value,
-and its settings are cut short:
+Results are rows of eval.json, in the folder of the checkpoint. This one is of the first line
+above, and its settings are cut short:
 
-    {"weights": "4a5b...-6-3", "settings": {"cache": true, ...}, "images": "train: ...",
-     "set": "val", "classes": 1000, "block": 12,
-     "measure": "20-NN top-1 %", "value": 61.6, "encoder": "trained"}
+    {"weights": "8819ceaf7257fc34-2-3", "settings": {"cache": false, ...},
+     "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
+     "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. The file eval.jsonl has a line for each epoch
 of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
@@ -87,7 +87,8 @@ def arguments() -> ArgumentParser:
 
 
 def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
-    """The settings of a command line, and whether they ask for heads."""
+    """The settings of a command line, and `with_heads`, whether they ask for heads. Another
+    evaluation gives a `parser` of its own."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
     if synthetic:     # small, as the images
@@ -127,7 +128,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder with which the pre-training began; for converted weights, a random one."""
+    """The encoder with which the pre-training began; for weights that convert.py wrote, a
+    random one."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -716,7 +718,7 @@ def evaluate(args: Namespace) -> list[dict]:
         if rank == 0:
             if saved_head and name == "trained":
                 save_head(path.parent, saved_head, args, measured, images)
-            # These come last, as paper/experiments take an evaluation with rows for whole.
+            # These come last, as paper/experiments take an evaluation that has rows for ended.
             add_rows(path, own_rows, args, measured, images)
 
     if rank == 0:

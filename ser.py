@@ -146,7 +146,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def per_image(values: Tensor, x: Tensor) -> Tensor:
-    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x. Floats get its dtype."""
+    """A value for each image, (B,) -> (B, 1, 1, 1), on the device of x; floats get x's dtype."""
     dtype = x.dtype if values.is_floating_point() else values.dtype
     return values.view(-1, 1, 1, 1).to(x.device, dtype, non_blocking=True)
 
@@ -164,7 +164,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
     # Both are resized to g.grid before one is taken. With `contiguous`, both have one layout in
-    # memory, without which the last bits of a training would change.
+    # memory, on which the rounding of later sums depends.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -533,11 +533,11 @@ class Block(nn.Module):
 
 
 class Encoded(NamedTuple):
-    """What the encoder makes of images."""
+    """What the encoder makes of images. Choice: `maps` and `cls_at` do not pass the final
+    LayerNorm, not even after the last block."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
     cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] there, for evaluations and paper/
-    # Choice: maps and cls_at do not pass the final LayerNorm, not even after the last block.
 
 
 class ViT(nn.Module):
@@ -910,7 +910,8 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# Without --data, images are synthetic, and these replace the defaults above.
+# Without --data, images are synthetic, and these replace the defaults above. They are chosen so
+# that two minutes show what the loss does.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -1027,8 +1028,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def check_same_run(path: Path, saved: dict, settings: dict) -> None:
-    """Exit with one sentence if a checkpoint is of a run with other settings, and say on rank 0
-    if it is of another folder of images."""
+    """Exit with one sentence if a checkpoint is of a run with other settings."""
     # Folders may have moved with the same images, and a run may move to another device with the
     # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
     may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
@@ -1038,11 +1038,6 @@ def check_same_run(path: Path, saved: dict, settings: dict) -> None:
         if name not in may_differ and saved.get(name) != settings.get(name)]
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
-
-    _, rank = ranks_and_rank()
-    if rank == 0 and saved.get("data") != settings.get("data"):
-        print(f"{path} was trained on {saved['data']}, and goes on with {settings['data']}; if "
-              "these are other images, give a new --out")
 
 
 def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
@@ -1258,7 +1253,7 @@ def print_plan(settings: Namespace, start: int) -> None:
 
 
 def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]:
-    """On rank 0, a log, which gets a line of all settings, and a bar of images."""
+    """A log, which gets a line of all settings, and a bar of images, both for rank 0 alone."""
     _, rank = ranks_and_rank()
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = "a" if start > 0 else "w"     # a run that begins anew replaces the log
