@@ -19,8 +19,8 @@ Without --data, all take seconds, images are not cropped, and equivariance of tu
 is always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
 twice the time.
 
-Results are rows of eval.json, in the folder of the checkpoint. This one is of the first line
-above, and its settings are cut short:
+Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
+this one, whose settings are cut short here:
 
     {"weights": "8819ceaf7257fc34-2-3", "settings": {"cache": false, ...},
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
@@ -53,7 +53,6 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import ser
-from ser import ViT, rho
 
 
 # ==== 1. Settings: the protocol of 4.1, and what the paper leaves open ================
@@ -103,7 +102,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
 
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint, or of the start of its run."""
-    encoder: ViT        # in eval mode
+    encoder: ser.ViT    # in eval mode
     fingerprint: str    # of this encoder
     step: int
     settings: dict      # of the training
@@ -128,8 +127,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder with which the pre-training began; for weights that convert.py wrote, a
-    random one."""
+    """The encoder with which the pre-training began; for weights that
+    paper/experiments/convert.py wrote, a random one."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -249,14 +248,14 @@ def autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, torch.bfloat16, x.is_cuda and has_bf16())
 
 
-def feature_blocks(encoder: ViT) -> range:
+def feature_blocks(encoder: ser.ViT) -> range:
     """The blocks from whose [CLS] the heads learn. Paper: 4.1, the last four, for linear
     heads. Choice: MLPs read these blocks, too. Blocks without [CLS] are left out."""
     return range(max(encoder.depth - 4, encoder.cls_layer) + 1, encoder.depth + 1)
 
 
 @torch.no_grad()
-def cls_features(encoder: ViT, images: Tensor) -> Tensor:
+def cls_features(encoder: ser.ViT, images: Tensor) -> Tensor:
     """Images (B, 3, S, S) uint8 -> features (B, blocks * D) in fp32, [CLS] after each of
     the `feature_blocks`, side by side. Choice: they pass the final LayerNorm."""
     x = ser.normalise(images.to(encoder.cls_token.device) / 255)
@@ -272,7 +271,7 @@ class Features(NamedTuple):
     y: Tensor     # (n,), labels
 
 
-def extract(encoder: ViT, data: Dataset, args: Namespace) -> Features:
+def extract(encoder: ser.ViT, data: Dataset, args: Namespace) -> Features:
     """The features of a set, on every rank."""
     ranks, rank = ser.ranks_and_rank()
     own = list(range(rank, len(data), ranks))     # none, if there are fewer images than ranks
@@ -311,8 +310,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def train_heads(encoder: ViT, sets: Sets, centre: Features, val: Features, args: Namespace,
-                log: Path) -> tuple[nn.Sequential, float]:
+def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
+                args: Namespace, log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
     centre: features of centre crops of the training images. All ranks train the same heads,
     from one seed, and share no gradient, as heads cost little."""
@@ -419,7 +418,7 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
         g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 2))
         g = ser.relative(g2, g1)
 
-        cosines = F.cosine_similarity(rho(g, f1(x)), f1(rho(g, x, patch)), dim=1)
+        cosines = F.cosine_similarity(ser.rho(g, f1(x)), f1(ser.rho(g, x, patch)), dim=1)
         total += len(x) * cosines.mean().item()
     return total / len(images)
 
@@ -452,8 +451,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
         if element == "hflip":
             g = g._replace(flip=torch.ones_like(g.flip))
 
-        z = unit_tokens(rho(g, f1(change(x))))
-        z_prime = unit_tokens(f1(change(rho(g, x, patch))))
+        z = unit_tokens(ser.rho(g, f1(change(x))))
+        z_prime = unit_tokens(f1(change(ser.rho(g, x, patch))))
         if len(z) != len(z_prime):
             raise ValueError(f"the maps of f1 do not have the patch size {patch}")
 
@@ -481,7 +480,7 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
     return ser.jitter_and_normalise(x, aug, order=torch.arange(4))
 
 
-def map_after(encoder: ViT, block: int, x: Tensor) -> Tensor:
+def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
     """The token map after a block. Choice: that of the last block, A.2's "final representation",
     is after the final LayerNorm, which training does not apply to maps."""
     h = encoder(x, [block]).maps[block]
@@ -503,7 +502,7 @@ def fingerprint(module: nn.Module) -> str:
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
     text = digest.hexdigest()[:16]
-    if isinstance(module, ViT):
+    if isinstance(module, ser.ViT):
         text += f"-{module.blocks[0].attn.heads}-{module.cls_layer}"
     return text
 
@@ -611,7 +610,7 @@ def print_table(rows: Sequence[dict]) -> None:
 
 
 # ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
-def probe(encoder: ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
+def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
     train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
@@ -657,9 +656,9 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
     return values
 
 
-def equivariance_rows(encoder: ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
+def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images. Of fewer, those that do not fill a part are left out.
+    # Choice: 512 images. Of 33 to 511, those that do not fill a part are left out.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE
@@ -718,7 +717,7 @@ def evaluate(args: Namespace) -> list[dict]:
         if rank == 0:
             if saved_head and name == "trained":
                 save_head(path.parent, saved_head, args, measured, images)
-            # These come last, as paper/experiments take an evaluation that has rows for ended.
+            # The rows come last, as paper/experiments look for them to see if an evaluation ended.
             add_rows(path, own_rows, args, measured, images)
 
     if rank == 0:

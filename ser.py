@@ -89,7 +89,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
 
 class Geometry(NamedTuple):
-    """Elements g of the group G, the motions of a view: a flip and then quarter turns for each
+    """Members g of the group G, the motions of a view: a flip and then quarter turns for each
     image, and after them one scaling for all."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
@@ -180,8 +180,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = Q^t2 M^m2 M^m1 Q^-t1
     #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
     #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
-    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize of the map to
-    # g2.grid, at the end, as two would blur more.
+    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize to g2.grid, as
+    # two would blur more. It can be the last step, as turns only exchange rows and columns, and
+    # needs no size of view 1, which is that of its map.
     flip = g1.flip ^ g2.flip
     sign = torch.where(flip, -1, 1)
     turns = (g2.turns - sign * g1.turns) % 4
@@ -293,7 +294,7 @@ class ViewSettings(NamedTuple):
 class Augmentation(NamedTuple):
     """What was sampled for an image. The defaults do nothing. Of a batch, the loader's collate
     function makes each field a tensor (B,)."""
-    # The crop and its flip, which b2 does not have. Baselines in paper/methods read them.
+    # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
     top: float | Tensor = 0.0           # shares of the image
     left: float | Tensor = 0.0
     height: float | Tensor = 1.0
@@ -708,7 +709,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
-#     base(views, cls)         L_inv, a scalar. cls is the final [CLS] (B, D) of each view
+#     base(views, cls)         L_inv, a scalar. cls is a list, of the final [CLS] (B, D) of a view
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
@@ -799,7 +800,7 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
         # all images, each of which is a key for all, as in the release. With two means, an
         # image of b2 would weigh 2,024 / 24 = 84 times as much as one of b1, as 8 ranks have
-        # 24 of b2 and 2,024 of b1. A sum of two would be larger, too, so lambda would weigh less.
+        # 24 of b2 and 2,024 of b1. As a sum of two, L_inv would also outweigh L_equiv more.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1044,7 +1045,11 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
     all, as other nodes may not see its folder."""
     _, rank = ranks_and_rank()
-    state = from_rank_0(load_checkpoint(path) if rank == 0 and path.exists() else None)
+    state = None
+    if rank == 0 and path.exists():
+        state = load_checkpoint(path)
+
+    state = from_rank_0(state)
     if state is None:
         return 0
 
