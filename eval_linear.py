@@ -150,10 +150,29 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
+def labels_of(folders: Sequence[str], classes: Sequence[str], root: str) -> dict[str, int]:
+    """The label of each folder of root: the place of its name in `classes` or, as in ImageNet-V2,
+    whose folders are called 0, 1, ..., its name itself."""
+    label_of = {name: label for label, name in enumerate(classes)}
+    if label_of.keys().isdisjoint(folders):
+        # Numbers from 1 on are refused, as label 1 is the second class.
+        if "0" not in folders:
+            sys.exit(f"{root}: no folder has the name of a training class, or label 0")
+        _, rank = ser.ranks_and_rank()
+        if rank == 0:
+            print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
+        label_of = {str(label): label for label in range(len(classes))}
+
+    for folder in folders:
+        if folder not in label_of:
+            sys.exit(f"{root}: the training images have no class {folder}")
+    return label_of
+
+
 def class_folder(root: str | Path, transform: Callable | None = None,
                  classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., but no hidden ones. The label of a class is its place in
-    `classes` or, without these, among the sorted folders of root."""
+    """The images root/CLASS/..., but no hidden ones, with labels as `labels_of` gives them.
+    Without `classes`, the sorted folders are the classes."""
     root = str(Path(root))     # without a slash at its end
     if not os.path.isdir(root):
         sys.exit(f"{root} is no folder of class folders; --val names the validation images")
@@ -164,29 +183,16 @@ def class_folder(root: str | Path, transform: Callable | None = None,
     data = ImageFolder(
         root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
     folders = [name for name in data.classes if name[0] != "."]
-    label_of = {name: label for label, name in enumerate(classes or folders)}
+    folder_of = [data.classes[target] for target in data.targets]     # of each image
+    empty = sorted(set(folders) - set(folder_of))
+    if empty:
+        sys.exit(f"{root}: no image below {', '.join(empty)}")
 
-    # The folders of ImageNet-V2 have labels as their names, 0, 1, ... Numbers from 1 on
-    # are refused, as label 1 is the second class.
-    if label_of.keys().isdisjoint(folders):
-        if "0" not in folders:
-            sys.exit(f"{root}: no folder has the name of a training class, or label 0")
-        _, rank = ser.ranks_and_rank()
-        if rank == 0:
-            print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
-        label_of = {str(label): label for label in label_of.values()}
-
-    with_images = {data.classes[place] for place in data.targets}
-    for folder in folders:
-        if folder not in label_of:
-            sys.exit(f"{root}: the training images have no class {folder}")
-        if folder not in with_images:
-            sys.exit(f"{root}: no image below {folder}")
-
-    # ImageFolder takes the place of a folder among all for its label.
-    data.samples = [(path, label_of[data.classes[place]]) for path, place in data.samples]
-    data.targets = [label for _, label in data.samples]
+    # ImageFolder's own labels count all folders, hidden ones too, and know no `classes`.
+    label_of = labels_of(folders, classes or folders, root)
     data.classes = folders
+    data.targets = [label_of[folder] for folder in folder_of]
+    data.samples = [(path, label) for (path, _), label in zip(data.samples, data.targets)]
     return data
 
 
