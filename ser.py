@@ -709,7 +709,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
-#     base(views, cls)         L_inv, a scalar. cls is a list, of the final [CLS] (B, D) of a view
+#     base(views, cls)         L_inv, a scalar. cls is a list, the final [CLS] (B, D) of each view
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
