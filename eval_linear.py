@@ -496,14 +496,9 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
 
 
 # ==== 7. Results: rows that say what made them ========================================
-# What a row has, and which function writes it:
-#     set, classes, block, measure, value    make_rows
-#     encoder                                evaluate; other scripts may write other keys
-#     weights, settings, images              provenance
-# Settings are those of `parse`, so the same evaluation with other --workers has rows of its own.
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. An encoder is more than its
-    weights, so "-6-3" at the end has its attention heads and where [CLS] enters."""
+    weights, so "-2-3" at the end has its attention heads and where [CLS] enters."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -527,7 +522,8 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
 
 
 def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
-    """What made a row or a head. images: what `describe_sets` says of them."""
+    """What made a row or a head. The settings are all flags, so an evaluation with other
+    --workers has rows of its own. images: what `describe_sets` says of them."""
     return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 
 

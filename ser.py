@@ -1045,11 +1045,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
     all, as other nodes may not see its folder."""
     _, rank = ranks_and_rank()
-    state = None
-    if rank == 0 and path.exists():
-        state = load_checkpoint(path)
-
-    state = from_rank_0(state)
+    begun = rank == 0 and path.exists()
+    state = from_rank_0(load_checkpoint(path) if begun else None)
     if state is None:
         return 0
 
