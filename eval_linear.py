@@ -26,9 +26,10 @@ this one, whose settings are cut short here:
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. The file eval.jsonl has a line for each epoch
-of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
-evaluations from writing at once. A stopped evaluation begins anew.
+`weights` is a fingerprint of the encoder. `block` is the block whose features are read; heads
+read the three before it as well. The file eval.jsonl has a line for each epoch of the heads,
+head-*.pt is the best linear head, and eval.lock, which is empty, keeps two evaluations from
+writing at once. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -326,7 +327,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     batch = min(args.batch_size, n_images)
     steps = n_images // batch     # the last, incomplete batch is not used
 
-    # Paper: 4.1, a cosine without warmup. Choice: SGD, momentum .9, no decay, as the release.
+    # Paper: 4.1, a cosine without warmup. Choice: SGD, momentum .9, no decay, as in the release.
     heads = []
     groups = []
     for lr in args.lr:

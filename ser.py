@@ -89,8 +89,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
 
 class Geometry(NamedTuple):
-    """Members g of the group G, the motions of a view: a flip and then quarter turns for each
-    image, and after them one scaling for all."""
+    """The motions g of a view: a flip and then quarter turns for each image, which form a group,
+    and after them one scaling for all, which is given by the size that it leads to."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -163,8 +163,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
-    # Both are resized to g.grid before one is taken. With `contiguous`, both have one layout in
-    # memory, on which the rounding of later sums depends.
+    # Both are resized to g.grid before one is taken. `contiguous` changes no value. It gives both
+    # one layout in memory, on which the last digits of later sums depend.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -180,9 +180,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = Q^t2 M^m2 M^m1 Q^-t1
     #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
     #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
-    # Choice: undoing the scaling of view 1 and making that of view 2 is one resize to g2.grid, as
-    # two would blur more. It can be the last step, as turns only exchange rows and columns, and
-    # needs no size of view 1, which is that of its map.
+    # Choice: view 1 is scaled to its grid and view 2 to another. One resize, from the first to the
+    # second, blurs less than two. It can follow the turns, which only exchange rows and columns:
+    # a map of 12 x 15 that makes a quarter turn to 16 x 13 is turned to 15 x 12, then resized.
     flip = g1.flip ^ g2.flip
     sign = torch.where(flip, -1, 1)
     turns = (g2.turns - sign * g1.turns) % 4
@@ -219,7 +219,9 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 #     crops, flips and jitter           --seed, epoch and image
 #     the order of the colour jitter    --seed, step and view
 #     motions                           --seed, step and view
-#     what a base method samples        --seed, step and rank
+#     what other methods sample         --seed, step and rank
+
+
 def seed_of(*names: Any) -> int:
     """A seed from names and numbers, the same in all processes, unlike `hash`."""
     return random.Random(repr(names)).getrandbits(63)
@@ -238,7 +240,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
-def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list]:
+def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list[tuple]]:
     """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
     `start` to before `end`. The loop over epochs is here, as a run may go on or end in the
     middle of one. The last, incomplete batch of an epoch is dropped.
@@ -283,8 +285,8 @@ P_SOLARIZE = (0.0, 0.2)        # in view 1, in view 2
 SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are inverted
 
 
-class ViewSettings(NamedTuple):
-    """Settings of T and T_eq for one view."""
+class Policy(NamedTuple):
+    """The numbers of a policy, T or T_eq, for one view."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image
     p_blur: float
@@ -311,19 +313,18 @@ class Augmentation(NamedTuple):
     solarize: bool | Tensor = False
 
 
-def prepare_view(image: Tensor, settings: ViewSettings,
-                 in_b2: bool) -> tuple[Tensor, Augmentation]:
+def prepare_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Augmentation]:
     """An image (3, h, w) uint8 -> a view (3, S, S) uint8, and what was sampled for it."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
-        top, left, height, width = RandomResizedCrop.get_params(image, settings.area, CROP_ASPECT)
+        top, left, height, width = RandomResizedCrop.get_params(image, policy.area, CROP_ASPECT)
         image = image[:, top:top + height, left:left + width]
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
     # Choice: b2, which 3.2 does not crop, becomes squares here. `rho` resizes it again.
-    pixels = resize(image[None], (settings.size, settings.size))[0]
+    pixels = resize(image[None], (policy.size, policy.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
 
@@ -333,12 +334,12 @@ def prepare_view(image: Tensor, settings: ViewSettings,
             contrast=random.uniform(1 - CONTRAST, 1 + CONTRAST),
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
-    if random.random() < settings.p_blur:
+    if random.random() < policy.p_blur:
         # Choice: sigma scales with the side S of a view. For b2, this is the side before
         # its motion.
-        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * settings.size / 224)
+        aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
-    solarize = random.random() < settings.p_solarize
+    solarize = random.random() < policy.p_solarize
     return pixels, aug._replace(gray=gray, solarize=solarize)
 
 
@@ -347,7 +348,7 @@ class ViewDataset(torch.utils.data.Dataset):
     """An item of `batch_items` -> for each view, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
-    view_settings: Sequence[ViewSettings]
+    policies: Sequence[Policy]
     seed: int
 
     def __getitem__(self, item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
@@ -369,12 +370,12 @@ class ViewDataset(torch.utils.data.Dataset):
         # RandomResizedCrop samples from this generator. torch.manual_seed seeds those of all
         # devices, and is slow.
         torch.default_generator.manual_seed(seed)
-        return [prepare_view(image, settings, in_b2) for settings in self.view_settings]
+        return [prepare_view(image, policy, in_b2) for policy in self.policies]
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
-    """The data set of a run, with the settings of view 1 and of view 2."""
-    view1 = ViewSettings(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
+    """The data set of a run, with the policies of view 1 and of view 2."""
+    view1 = Policy(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
     view2 = view1._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
     return ViewDataset(source, [view1, view2], args.seed)
 
@@ -475,7 +476,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch reach to some three times the largest sigma.
+    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma, of
+    # b2 a little more or less, as its sides are scaled and sigma is not.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -878,7 +880,7 @@ def arguments() -> ArgumentParser:
     add("--patch-size", count, 16, "side of a patch, pixels")
     add("--dim", count, 384, "width of the tokens (ViT-S: 384)")
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
-    # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as the release.
+    # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
     # SER. In the main setting, the next two flags both name the last block of f1. Ablations
@@ -901,7 +903,7 @@ def arguments() -> ArgumentParser:
     add("--epochs", positive, 100.0, "passes over the images, also fractions")
     add("--warmup-epochs", nonnegative, 10.0,
         "epochs of linear warmup; if the run is not longer than that, a tenth of it")
-    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as the release.
+    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as in the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
     # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.

@@ -38,7 +38,7 @@ from torchvision.transforms import RandomResizedCrop, v2
 
 import eval_linear
 import ser
-from ser import Augmentation, Geometry, ViewSettings, patch_ntxent, relative, rho, sample_geometry
+from ser import Augmentation, Geometry, Policy, patch_ntxent, relative, rho, sample_geometry
 
 parametrize = pytest.mark.parametrize
 torch.set_num_threads(1)     # sums depend on the number of threads; runs are compared bit for bit
@@ -315,8 +315,8 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     x[:, :, 1] = x[:, :, 1].round()
     x[:, :, 15] = 128 / 255
 
-    settings = ViewSettings(224, (0.08, 1.0), p_blur=0.5, p_solarize=0.5)
-    dataset = ser.ViewDataset(pixels(64, 3, 2, 2), [settings], seed=3)
+    policy = Policy(224, (0.08, 1.0), p_blur=0.5, p_solarize=0.5)
+    dataset = ser.ViewDataset(pixels(64, 3, 2, 2), [policy], seed=3)
     (_, aug), = default_collate([dataset[0, i, True] for i in range(64)])
 
     order = torch.tensor([2, 0, 3, 1])

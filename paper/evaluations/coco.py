@@ -50,7 +50,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 # ==== Detector ===========================================================================
-# Choice: a plain ViT has one map, and objects come in all sizes: so five, four by trained layers.
+# Choice: a plain ViT has one map, and objects come in all sizes. So the detector reads five maps,
+# of which trained layers make four.
 class Pyramid(nn.Module):
     """ViTDet's simple feature pyramid on a frozen encoder: images (B, 3, h, w) -> five maps of C
     channels at 4, 2, 1, 1/2 and 1/4 of the resolution of the token grid."""

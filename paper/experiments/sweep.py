@@ -6,7 +6,7 @@
 A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where it has one. Table
 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9
 .888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
-Flags of ser.py go to all runs. On 8 GPUs, half-r, SER and double-r have 8, 24 and 40 images in b2.
+Flags of ser.py go to all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2.
 
 A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
 last.pt: a run without it is trained anew.
@@ -57,8 +57,8 @@ LISTS = {
         Run("no-rot90-hflip", "--group scale", 69.12),
         Run("no-rot90-scale", "--group hflip", 68.67)],
     "r": [
-        Run("half-r", "--ratio 0.005", 69.08),
-        Run("double-r", "--ratio 0.02", 68.30)],
+        Run("r-0.005", "--ratio 0.005", 69.08),
+        Run("r-0.02", "--ratio 0.02", 68.30)],
     "lambda": [
         Run("lambda-0", "--weight 0", 68.82),
         Run("lambda-0.1", "--weight 0.1"),
@@ -86,6 +86,8 @@ def check(args: Namespace, given: list[str]) -> None:
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
         ser.check_settings(settings, n_images=settings.batch_size, ranks=1)
+        if settings.ratio == 0 and PLAIN not in run.flags:
+            sys.exit(f"--ratio 0: the run {run.name} has b2")
 
 
 def call(words: list[str], args: Namespace) -> None:

@@ -3,7 +3,7 @@
 Each of them adds a loss of its own to MoCo-v3, where SER adds L_equiv. They are trained by
 ser.train, so eval_linear.py reads their checkpoints as those of ser.py. There is no b2.
 
-    f_v   = LN([CLS] of view v after block l); by default l = 12: f_v is the encoder's output
+    f_v   = LN([CLS] of view v after block l); by default l is the last, so f_v is the output
     L_inv = MoCo-v3's loss on the final [CLS] of views 1 and 2
     L_eq  = the method's own loss on f_1, f_2, ...
     loss  = L_inv + weight * L_eq
@@ -16,10 +16,11 @@ from argparse import ArgumentParser, Namespace
 from torch import Tensor, nn
 
 import ser
-from ser import View, ViewSettings, count, share
+from ser import Policy, View, count, share
 
-PLAIN = dict(ratio=0.0, cls_layer=0)     # so block 3 has a [CLS]; the release's has a position
-SMALL = ser.SMALL | PLAIN | dict(layer=4)     # for synthetic images; 4: the last block
+# [CLS] enters at once, for block 3 to have one. The release's has a position embedding, too.
+PLAIN = dict(ratio=0.0, cls_layer=0)
+SMALL = ser.SMALL | PLAIN     # for synthetic images
 
 
 def arguments(name: str, **defaults: float) -> ArgumentParser:
@@ -29,11 +30,11 @@ def arguments(name: str, **defaults: float) -> ArgumentParser:
     parser.epilog = ("--weight is that of L_eq, --temperature that of its InfoNCE if it has one. "
                      "--ratio must be 0; --equiv-layers and --group have no effect.")
     add = parser.add_argument
-    add("--layer", type=count, default=12, help="L_eq is on [CLS] after this block (12 or 3)")
+    add("--layer", type=count, help="L_eq is on [CLS] after this block (12 or 3); none: the last")
     # Choice: MoCo-v3's T for all four; the headers of AugSelf and STL tell the release's.
-    two = "probabilities in views 1 and 2"
-    add("--blur", type=share, nargs=2, default=[1.0, 0.1], help=two)
-    add("--solarize", type=share, nargs=2, default=[0.0, 0.2], help=two)
+    in_each_view = "probability in view 1, and in view 2"
+    add("--blur", type=share, nargs=2, default=list(ser.P_BLUR), help=in_each_view)
+    add("--solarize", type=share, nargs=2, default=list(ser.P_SOLARIZE), help=in_each_view)
     return parser
 
 
@@ -42,15 +43,16 @@ def parse(argv: list[str] | None, parser: ArgumentParser, small: dict = SMALL) -
     args = ser.parse(argv, parser, small | dict(out=parser.get_default("out") + "-small"))
     if args.ratio > 0:
         sys.exit(f"--ratio {args.ratio:g}: this method has no b2, so --ratio must be 0")
+    args.layer = args.layer or args.depth
     if not args.cls_layer < args.layer <= args.depth:
         sys.exit(f"--layer {args.layer}: should be above --cls-layer {args.cls_layer}, and at "
                  f"most --depth {args.depth}")
     return args
 
 
-def view_settings(args: Namespace) -> list[ViewSettings]:
+def policies(args: Namespace) -> list[Policy]:
     """T of views 1 and 2."""
-    moco_v3 = ser.two_view_dataset([], args).view_settings
+    moco_v3 = ser.two_view_dataset([], args).policies
     each = zip(moco_v3, args.blur, args.solarize)
     return [view._replace(p_blur=blur, p_solarize=solarize) for view, blur, solarize in each]
 
@@ -84,8 +86,8 @@ class AddOn(nn.Module):
 
 
 def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
-    """An MLP of AugSelf and STL: linear layers with BatchNorm and ReLU between them. Only the
-    last layer may have a bias, and nothing follows it, unlike in ser.mlp."""
+    """An MLP of AugSelf and STL: linear layers, with BatchNorm and ReLU between them. Unlike in
+    ser.mlp, nothing follows the last, which alone may have a bias."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         linear = nn.Linear(fan_in, fan_out, bias=False)

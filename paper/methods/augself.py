@@ -19,10 +19,11 @@ The flags `--blur 0.5 0.5 --solarize 0 0` give the T of the release's AugSelf, e
 saturation, which changes by up to 0.4 there, and 0.2 here.
 
 In AugSelf's own MoCo-v2, f_2 comes from the momentum branch and carries no gradient. Here both
-features are online, as in its SimSiam and in the release. The release's AugSelf is its branch
-augself, 0bcab6c, whose two heads make 44.2 M; the 43.7 M are those of one head that dbe5e93
-builds and does not train. The branch's script has weight 0.5 at layer 12. At layer 3 it tries
-0.5, 0.3, 0.1 and 0.03, and does not say which of them gave 68.23.
+features are online, as in its SimSiam and in the release.
+
+The release's AugSelf is in its branch augself, at 0bcab6c. There, as here, two heads make 44.2 M.
+With one, which dbe5e93 builds and does not train, it is the 43.7 M of Table 1. The branch's weight
+is 0.5 at layer 12. At layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and 68.23 may be of any.
 """
 from argparse import Namespace
 
@@ -58,7 +59,7 @@ def box(aug: Augmentation, mirrored: Tensor) -> Tensor:
 
 def color_difference(first: Augmentation, second: Augmentation) -> Tensor:
     """Jitter of the first view minus that of the second, (B, 4), in widths of the ranges."""
-    ranges = torch.tensor([0.8, 0.8, 0.4, 0.2])     # .6 to 1.4, twice; .8 to 1.2; hue -.1 to .1
+    ranges = 2 * torch.tensor([ser.BRIGHTNESS, ser.CONTRAST, ser.SATURATION, ser.HUE])
     return (factors(first) - factors(second)) / ranges
 
 
@@ -100,7 +101,7 @@ def build(args: Namespace) -> AugSelf:
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T."""
-    return ser.ViewDataset(source, addon.view_settings(args), args.seed)
+    return ser.ViewDataset(source, addon.policies(args), args.seed)
 
 
 if __name__ == "__main__":

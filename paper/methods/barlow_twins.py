@@ -42,7 +42,7 @@ def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
 
     def clip(adamw: Optimizer, *_: object) -> None:
         for p in adamw.param_groups[0]["params"]:
-            p.grad.mul_(args.hidden)     # in the release, that of L_inv is R times smaller
+            p.grad.mul_(args.hidden)     # K; in the release, that of L_inv is R times smaller
             nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(clip)
@@ -72,7 +72,7 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
 
 class BarlowTwins(nn.Module):
     """Barlow Twins as a base method of SER (ser.py, section 5), without a second network."""
-    # Choice: views and encoder are ser.py's, all trained. The release departs as dino.py says.
+    # Choice: views and encoder are ser.py's, fully trained. The release departs as dino.py says.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()
         self.off_diagonal = args.off_diagonal

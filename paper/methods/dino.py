@@ -146,9 +146,9 @@ def cross_entropy(t: Tensor, s: Tensor, center: Tensor, tau_t: float) -> Tensor:
 class DINO(nn.Module):
     """DINO as a base method of SER (ser.py, section 5). g_s is `encoder` followed by `head`;
     g_t is `teacher` followed by `teacher_head`, their moving averages."""
-    # Choice: views and encoder are ser.py's; all of it is trained. In DINO and the release, crops
-    # are resized bicubically, weights begin as truncated normal and [CLS] with a deviation of
-    # 0.02. [CLS] has a position embedding in DINO and in the release without SER.
+    # Choice: views and encoder are ser.py's, and the patch embedding is trained. In DINO and the
+    # release, crops are resized bicubically, weights begin as truncated normal and [CLS] with a
+    # deviation of 0.02. [CLS] has a position embedding in DINO and in the release without SER.
     # Choice: the student is evaluated, as in the release; in DINO, the teacher.
     def __init__(self, encoder: ser.ViT, args: Namespace):
         super().__init__()

@@ -102,7 +102,7 @@ class WithPlain(ser.ViewDataset):
         views = self.prepare_views(image, key)
 
         side = round(min(image.shape[1:]) * 224 / 256)
-        size = self.view_settings[0].size
+        size = self.policies[0].size
         center = center_crop(image, [side, side])
         plain = ser.resize(center[None], (size, size))[0]
         return views + [(plain, Augmentation())]
@@ -115,7 +115,7 @@ def build(args: Namespace) -> EquiMod:
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> WithPlain:
     """Images with two views, made by T, and the plain image."""
-    return WithPlain(source, addon.view_settings(args), args.seed)
+    return WithPlain(source, addon.policies(args), args.seed)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
-it is E-SSL, as the row is named. E-SSL's own weight is 0.4 with SimCLR, which is 0.16
-here, as MoCo-v3 has 4 tau = 0.8 times its loss, and a gradient through queries alone.
+it is E-SSL, as the row is named. E-SSL's own weight is 0.4 with SimCLR. Here that is 0.4 x 0.8 / 2
+= 0.16, as MoCo-v3's loss has a factor 4 tau = 0.8, and half the gradient, through queries alone.
 """
 import sys
 from argparse import Namespace
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import ser
 from paper.methods import addon
-from ser import View, ViewSettings, count, share
+from ser import Policy, View, count, share
 
 
 def settings(argv: list[str] | None = None) -> Namespace:
@@ -41,8 +41,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     small = addon.SMALL | dict(local_size=16, local_area=[0.1, 0.3])
     args = addon.parse(argv, parser, small)
     if args.local_size % args.patch_size > 0 or args.local_size > args.image_size:
-        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size, and at "
-                 "most --image-size")
+        sys.exit(f"--local-size {args.local_size}: no multiple of --patch-size up to --image-size")
     return args
 
 
@@ -85,8 +84,8 @@ def build(args: Namespace) -> ESSL:
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T, and the small crop."""
     # Choice: blur is proportional to the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
-    small = ViewSettings(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
-    return ser.ViewDataset(source, addon.view_settings(args) + [small], args.seed)
+    small = Policy(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
+    return ser.ViewDataset(source, addon.policies(args) + [small], args.seed)
 
 
 if __name__ == "__main__":

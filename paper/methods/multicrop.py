@@ -30,19 +30,18 @@ def settings(argv: list[str] | None = None) -> Namespace:
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
     args = ser.parse(argv, parser, ser.SMALL | small)
     if args.local_size % args.patch_size > 0 or args.local_size > args.image_size:
-        sys.exit(f"--local-size {args.local_size}: should be a multiple of --patch-size, and at "
-                 "most --image-size")
+        sys.exit(f"--local-size {args.local_size}: no multiple of --patch-size up to --image-size")
     return args
 
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
-    first, second = ser.two_view_dataset(source, args).view_settings
+    first, second = ser.two_view_dataset(source, args).policies
     # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
     # local size, moved by a g of its own, as 3.2 says of all views. The release jitters all
     # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
     # Choice: blur is as likely as in DINO, but of .04 to .86 pixels, not .1 to 2; gray is DINO's.
-    local = ser.ViewSettings(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
+    local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 
 

@@ -11,7 +11,7 @@
     t12, t21 = read([f_1 | f_2]), read([f_2 | f_1])
     yhat_1, yhat_2 = W(partner's t21) f_2, W(partner's t12) f_1         W(t) = hyper(t), D x D
     L_eq = InfoNCE(both ways) between embed([f_1; f_2]) and embed([yhat_1; yhat_2])
-    L_tr = InfoNCE(both ways) between embed_code([t12; t21]) of images 2i and of images 2i + 1
+    L_tr = InfoNCE(both ways) between embed_code([t21; t12]) of images 2i and of images 2i + 1
     loss = L_inv + L_eq + 0.1 * L_tr                   `equiv` in the log: L_eq + 0.1 * L_tr
 
     python -m paper.methods.stl     # a small ViT on synthetic images, on a CPU
@@ -19,7 +19,7 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/stl/last.pt
 
 The flags `--crop-min 0.2 --blur 0.5 0.5 --solarize 0 0` give the T of the release's STL. In
-STL's own code, the negatives in each loss are all other rows of both sides.
+STL's own code, negatives are the other rows of both sides of a loss. Here they are of one side.
 """
 import sys
 from argparse import Namespace
@@ -41,7 +41,7 @@ class Pairs(ser.ViewDataset):
     """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view.
     A DataLoader hands all keys of a batch to __getitems__."""
     def __getitems__(self, keys: list[tuple]) -> list:
-        size = self.view_settings[0].size
+        size = self.policies[0].size
         batch = []
         for i, key in enumerate(keys):
             _, index, _ = key
@@ -67,11 +67,9 @@ def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
-    # Choice: keys are detached, as in the release. Keys of MoCo-v3's L_inv have no gradient
-    # either: with one here, L_eq would weigh twice as much beside L_inv as in STL's own code.
-    forth = ser.info_nce(a, b.detach(), temperature)
-    back = ser.info_nce(b, a.detach(), temperature)
-    return forth + back
+    # Choice: keys have no gradient, as in the release and in MoCo-v3's L_inv. With one, that of
+    # L_eq would be twice as large beside that of L_inv as in STL's own code.
+    return ser.info_nce(a, b.detach(), temperature) + ser.info_nce(b, a.detach(), temperature)
 
 
 class STL(addon.AddOn):
@@ -91,7 +89,7 @@ class STL(addon.AddOn):
         embed = self.heads["embed"]
         t12 = read(torch.cat([f1, f2], dim=1))                             # (B, 128)
         t21 = read(torch.cat([f2, f1], dim=1))
-        codes = torch.cat([t21, t12])                                      # (2B, 128)
+        codes = torch.cat([t21, t12])     # in this order, they move f2, f1    (2B, 128)
 
         u_even = self.heads["embed_code"](codes[0::2])                     # (B, 128)
         u_odd = self.heads["embed_code"](codes[1::2])
@@ -120,7 +118,7 @@ def build(args: Namespace) -> STL:
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> Pairs:
     """Images with two views, made by T, of which pairs of images share crop and jitter."""
-    return Pairs(source, addon.view_settings(args), args.seed)
+    return Pairs(source, addon.policies(args), args.seed)
 
 
 if __name__ == "__main__":

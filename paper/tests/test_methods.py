@@ -103,9 +103,9 @@ def test_settings_reach_the_model_and_the_images(name):
 @pytest.mark.parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
     args = SCRIPTS[name].settings("--local-size 24 --local-area 0.1 0.3".split())
-    local = ser.ViewSettings(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
-    wanted = [*ser.two_view_dataset([], args).view_settings, *crops * [local]]
-    assert list(recipe(name)[1]([], args).view_settings) == wanted
+    local = ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
+    wanted = [*ser.two_view_dataset([], args).policies, *crops * [local]]
+    assert list(recipe(name)[1]([], args).policies) == wanted
     for size in ("9", "36"):     # of images of 32, in patches of 4
         assert f"--local-size {size}: " in sentence(SCRIPTS[name].settings, ["--local-size", size])
 
@@ -149,9 +149,9 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
 @pytest.mark.parametrize("name", ADDONS)
 def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
     words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
-    first, second, *_ = recipe(name)[1]([], settings(name, words)).view_settings
-    assert first == ser.ViewSettings(32, (0.2, 1.0), 0.3, 0.5)
-    assert second == ser.ViewSettings(32, (0.2, 1.0), 0.4, 0.6)
+    first, second, *_ = recipe(name)[1]([], settings(name, words)).policies
+    assert first == ser.Policy(32, (0.2, 1.0), 0.3, 0.5)
+    assert second == ser.Policy(32, (0.2, 1.0), 0.4, 0.6)
 
 
 @pytest.mark.parametrize("name, parameters", [
