@@ -29,7 +29,7 @@ this one, whose settings are cut short here:
 `weights` is a fingerprint of the encoder. `block` is the block whose features are read; heads
 read the three before it as well. The file eval.jsonl has a line for each epoch of the heads,
 head-*.pt is the best linear head, and eval.lock, which is empty, keeps two evaluations from
-writing at once. A stopped evaluation begins anew.
+writing at once. A stopped evaluation begins anew. The code is best read from `evaluate`.
 """
 import fcntl
 import hashlib
@@ -359,7 +359,8 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
             schedule.step()
 
         with torch.no_grad():
-            val_classes = y_val.unique()     # val may lack classes of the training images
+            # Choice: among the classes that val has, which may be fewer.
+            val_classes = y_val.unique()
             top1 = [accuracy(head(x_val), y_val, val_classes)[0] for head in heads]
         line = {"weights": encoder_fingerprint, "settings": vars(args), "epoch": epoch + 1,
                 "val top-1 %": dict(zip(args.lr, top1))}
@@ -523,7 +524,7 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
 
 
 def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
-    """What made a row or a head. The settings are all flags, so an evaluation with other
+    """What made a row or a head. The settings have all flags, so an evaluation with other
     --workers has rows of its own. images: what `describe_sets` says of them."""
     return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
 

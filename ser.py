@@ -28,9 +28,9 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, so
-"unlike MoCo-v3" also means unlike the paper. The settings that it keeps are from MoCo-v3's
-code and the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, which
+are here from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
+says otherwise.
 
 Comments have three tags:
     Choice:             the paper leaves this open
@@ -82,18 +82,18 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code, with `equivariance_loss`, which ends this file.
-# Of the imports above they need math, torch, nn, F, dist and NamedTuple.
+# Sections 1 and 4 can be copied into other code. Of the imports above they need math, torch, nn,
+# F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
 
 class Geometry(NamedTuple):
-    """The motions g of a view: a flip and then quarter turns for each image, which form a group,
-    and after them one scaling for all, which is given by the size that it leads to."""
+    """The motions g of a view: for each image a flip, then quarter turns, then a scaling."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
+    # The scaling is told by the size that it leads to, so it never needs an inverse.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
 
@@ -132,7 +132,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEM
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, C, h, w) -> (B, C, *size), for crops, rho (3.2) and position embeddings."""
+    """(B, C, h, w) -> (B, C, *size), for crops, rho and position embeddings."""
     if x.shape[-2:] == size:
         return x
 
@@ -140,7 +140,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
-    # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
+    # Choice, unlike 4.1's MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -180,9 +180,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = Q^t2 M^m2 M^m1 Q^-t1
     #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
     #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
-    # Choice: view 1 is scaled to its grid and view 2 to another. One resize, from the first to the
-    # second, blurs less than two. It can follow the turns, which only exchange rows and columns:
-    # a map of 12 x 15 that makes a quarter turn to 16 x 13 is turned to 15 x 12, then resized.
+    # Choice: the scaling of g is one resize, from the size of view 1 to that of view 2. To undo
+    # the one and make the other would blur more. It can follow the turns, which only exchange
+    # rows and columns: a map of 12 x 15 becomes 15 x 12 by a quarter turn, then 16 x 13.
     flip = g1.flip ^ g2.flip
     sign = torch.where(flip, -1, 1)
     turns = (g2.turns - sign * g1.turns) % 4
@@ -217,7 +217,7 @@ def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
 #     the first weights                 --seed
 #     the order of the images           --seed and epoch
 #     crops, flips and jitter           --seed, epoch and image
-#     the order of the colour jitter    --seed, step and view
+#     the order of colour operations    --seed, step and view
 #     motions                           --seed, step and view
 #     what other methods sample         --seed, step and rank
 
@@ -264,16 +264,16 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 # The operations of T are those of MoCo-v3.
 #
 #     of b1, by T          with probability    of b2, by T_eq                      done in
-#     a random crop        1                   the whole image becomes a square    the loader
-#     a horizontal flip    P_FLIP              -                                   the loader
+#     a random crop        1                   the whole image becomes a square    sample_view
+#     a horizontal flip    P_FLIP              -                                   sample_view
 #     -                                        flip, turns and scaling, by `rho`   make_views
 #     a colour jitter      P_COLOUR            the same                            make_views
 #     grayscale            P_GRAY              the same                            make_views
 #     blur                 P_BLUR              the same                            make_views
 #     solarization         P_SOLARIZE          the same                            make_views
 #
-# The last four are the photometric jitter, done on the device, where it is much faster.
-# The loader samples its numbers, except for the order of the colour jitter's operations.
+# The last four are the photometric jitter. `make_views` does it on the device, where it is much
+# faster. `sample_view`, in the loader, samples its numbers, but for the order of colour operations.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -286,9 +286,9 @@ SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are
 
 
 class Policy(NamedTuple):
-    """The numbers of a policy, T or T_eq, for one view."""
+    """What T and T_eq have of their own in one view. All else is given above."""
     size: int                       # side of the view, pixels
-    area: tuple[float, float]       # of a crop, share of the image
+    area: tuple[float, float]       # of a crop, share of the image; not for T_eq
     p_blur: float
     p_solarize: float
 
@@ -313,7 +313,7 @@ class Augmentation(NamedTuple):
     solarize: bool | Tensor = False
 
 
-def prepare_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Augmentation]:
+def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Augmentation]:
     """An image (3, h, w) uint8 -> a view (3, S, S) uint8, and what was sampled for it."""
     aug = Augmentation()
     if not in_b2:
@@ -353,7 +353,7 @@ class ViewDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         _, index, _ = item
-        return self.prepare_views(self.load(index), item)
+        return self.sample_views(self.load(index), item)
 
     # The data sets of equimod.py and stl.py in paper/methods call these two themselves.
     def load(self, index: int) -> Tensor:
@@ -361,7 +361,7 @@ class ViewDataset(torch.utils.data.Dataset):
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def prepare_views(self, image: Tensor,
+    def sample_views(self, image: Tensor,
                       item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
         """The views of an image, sampled with the seed of an item."""
         epoch, index, in_b2 = item
@@ -370,7 +370,7 @@ class ViewDataset(torch.utils.data.Dataset):
         # RandomResizedCrop samples from this generator. torch.manual_seed seeds those of all
         # devices, and is slow.
         torch.default_generator.manual_seed(seed)
-        return [prepare_view(image, policy, in_b2) for policy in self.policies]
+        return [sample_view(image, policy, in_b2) for policy in self.policies]
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
@@ -388,7 +388,7 @@ class View(NamedTuple):
 
     # How it was made, which baselines in paper/methods read.
     augmentation: Augmentation          # of b1, then b2; each field is a tensor (B,)
-    order: Tensor = torch.arange(4)     # of the colour jitter
+    order: Tensor = torch.arange(4)     # of its colour operations
 
 
 def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
@@ -404,7 +404,8 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
 
-        # Choice, unlike MoCo-v3: for speed, all images of a view share one order.
+        # Choice, unlike 4.1's MoCo-v3: for speed, all images of a view share the order of their
+        # colour operations.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
@@ -428,7 +429,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
-    # Choice, unlike MoCo-v3, which jitters bytes: floats.
+    # Choice, unlike 4.1's MoCo-v3, which jitters bytes: floats.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
@@ -473,7 +474,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    # Choice, unlike 4.1's MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
     # Choice: all kernels of a batch have one size. They reach to three times the largest sigma, of
@@ -708,6 +709,28 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     return patch_ntxent(z, z_prime, temperature)
 
 
+def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
+                      patch: int, shared: torch.Generator, temperature: float = 0.3,
+                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
+    """L_equiv for a training that is not ours: sample two motions for each image, move two
+    copies of it, and compare the maps of `f1`. On several ranks, gradients must be averaged,
+    as DDP does.
+
+    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
+        colour jitter of its own, and normalised. They should be squares; others are distorted.
+    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
+    shared: a generator that has the same seed on all ranks, each of which has B images.
+    elements: what moves the images; () is a control without motion."""
+    grid = min(images1.shape[2:]) // patch
+    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
+    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
+
+    # Choice: the jitter comes before the motion, unlike in `make_views`.
+    h1 = f1(rho(g1, images1, patch))
+    h2 = f1(rho(g2, images2, patch))
+    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
+
+
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
@@ -730,7 +753,7 @@ def mlp(*widths: int) -> nn.Sequential:
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
-    # Choice, unlike MoCo-v3, which multiplies in half precision: fp32.
+    # Choice, unlike 4.1's MoCo-v3, which multiplies in half precision: fp32.
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = gather(F.normalize(k.float(), dim=1))
@@ -906,7 +929,7 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as in the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
-    # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
+    # Choice, unlike 4.1's MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
@@ -1134,7 +1157,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, output, the loss for others ======
+# ==== 9. Around it: files, synthetic images, checks, output ===========================
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
@@ -1291,28 +1314,6 @@ def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) ->
     print(json.dumps(line), file=log)
     if not math.isfinite(means["loss"]):
         sys.exit(f"step {step}: the loss is {means['loss']}: lower --base-lr, in a new --out")
-
-
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
-                      patch: int, shared: torch.Generator, temperature: float = 0.3,
-                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv for a training that is not ours: sample two motions for each image, move two
-    copies of it, and compare the maps of `f1`. On several ranks, gradients must be averaged,
-    as DDP does.
-
-    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
-    shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control without motion."""
-    grid = min(images1.shape[2:]) // patch
-    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
-    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-
-    # Choice: the jitter comes before the motion, unlike in `make_views`.
-    h1 = f1(rho(g1, images1, patch))
-    h2 = f1(rho(g2, images2, patch))
-    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class WithPlain(ser.ViewDataset):
     def __getitem__(self, key: tuple) -> list:
         _, index, _ = key
         image = self.load(index)
-        views = self.prepare_views(image, key)
+        views = self.sample_views(image, key)
 
         side = round(min(image.shape[1:]) * 224 / 256)
         size = self.policies[0].size

@@ -50,8 +50,8 @@ class Pairs(ser.ViewDataset):
             # release. Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
 
-            own = self.prepare_views(square, key)
-            shared = self.prepare_views(square, keys[i - i % 2])     # with the key of image 2i
+            own = self.sample_views(square, key)
+            shared = self.sample_views(square, keys[i - i % 2])     # with the key of image 2i
             batch.append([blend(view, aug) for view, (_, aug) in zip(shared, own)])
         return batch
 

@@ -17,8 +17,8 @@ from paper.methods.addon import PLAIN
 
 class Turned(ser.ViewDataset):
     """The data set of a run, where views of b1 are turned after their crop. rho_g turns b2."""
-    def prepare_views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
-        views = super().prepare_views(image, item)
+    def sample_views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
+        views = super().sample_views(image, item)
         _, _, in_b2 = item
         if in_b2:
             return views

@@ -43,7 +43,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     pytest.raises(SystemExit, overhead.settings, [*words, "--bf16"])     # of steps alone
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
-          patch.object(ser, "prepare_view", wraps=ser.prepare_view) as ours,
+          patch.object(ser, "sample_view", wraps=ser.sample_view) as ours,
           patch.object(torch, "set_num_threads") as threads):
         overhead.time_loader(overhead.settings(words))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3

@@ -14,8 +14,8 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
     found = data.__getitems__(keys)
     for place, (_, index, _) in enumerate(keys):
         square = ser.resize(source[index][None], (16, 16))[0]
-        alone = data.prepare_views(square, keys[place])
-        with_first = data.prepare_views(square, keys[place // 2 * 2])
+        alone = data.sample_views(square, keys[place])
+        with_first = data.sample_views(square, keys[place // 2 * 2])
         for view, (image, aug), (_, own) in zip(found[place], with_first, alone):
             if own.flip != aug.flip:
                 image = image.flip(-1)
