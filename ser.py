@@ -1081,14 +1081,13 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# Other methods bring functions of their own in place of the four defaults of `train`:
-#     build(args)                                 a model with a `base` (section 5)
-#     make_dataset(source, args)                  what `two_view_dataset` returns
-#     make_optimizer(model, args)                 what `adamw` returns
-#     set_learning_rate(optimizer, args, epoch)   called before every step
+# `python ser.py` has the four defaults. Other methods bring functions of their own in their place:
+#     build(args)                         a model with a `base` (section 5)
+#     make_dataset(source, args)          what `two_view_dataset` returns
+#     make_optimizer(model, args)         what `adamw` returns
+#     schedule(optimizer, args, epoch)    called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
-          make_optimizer: Callable = adamw,
-          set_learning_rate: Callable = set_learning_rate) -> Path:
+          make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
     # Images and steps.
     device = setup()
@@ -1126,7 +1125,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     for step, loaded in enumerate(loader, start):
         # The seed is for base methods that sample.
         torch.manual_seed(seed_of(args.seed, "step", step, rank))
-        set_learning_rate(optimizer, args, step / steps_per_epoch)
+        schedule(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
         # Views.
