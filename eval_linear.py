@@ -15,8 +15,8 @@ flags ask for other things:
     --equivariance     none      -                  no      after every block    minutes
 
 --equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and 20-NN.
-Without --data, all take seconds, images are not cropped, and equivariance of turns, after f1,
-is always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
+Without --data, all take seconds, and images are not cropped. Equivariance of turns, after f1,
+is then always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
 twice the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
@@ -26,10 +26,12 @@ this one, whose settings are cut short here:
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. `block` is the block whose features are read; heads
-read the three before it as well. The file eval.jsonl has a line for each epoch of the heads,
-head-*.pt is the best linear head, and eval.lock, which is empty, keeps two evaluations from
-writing at once. A stopped evaluation begins anew. The code is best read from `evaluate`.
+`weights` is a fingerprint of the encoder. `block` is the block whose features are read. Heads
+also read those before it, up to three, that have [CLS]. The file eval.jsonl has a line for each
+epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
+evaluations from writing at once. A stopped evaluation begins anew.
+
+The code is best read from `evaluate`, in section 8.
 """
 import fcntl
 import hashlib
@@ -156,7 +158,7 @@ def labels_of(folders: Sequence[str], classes: Sequence[str], root: str) -> dict
     whose folders are called 0, 1, ..., its name itself."""
     label_of = {name: label for label, name in enumerate(classes)}
     if label_of.keys().isdisjoint(folders):
-        # Numbers from 1 on are refused, as label 1 is the second class.
+        # Folders 1, 2, ... are refused, as labels begin at 0.
         if "0" not in folders:
             sys.exit(f"{root}: no folder has the name of a training class, or label 0")
         _, rank = ser.ranks_and_rank()
@@ -325,7 +327,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     x_val, y_val = val
     n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
-    steps = n_images // batch     # the last, incomplete batch is not used
+    steps_per_epoch = n_images // batch     # the last, incomplete batch is not used
 
     # Paper: 4.1, a cosine without warmup. Choice: SGD, momentum .9, no decay, as in the release.
     heads = []
@@ -336,7 +338,8 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
         heads.append(head)
         groups.append({"params": head.parameters(), "lr": lr * batch / 256})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, args.epochs * steps_per_epoch)
 
     _, rank = ser.ranks_and_rank()
     encoder_fingerprint = fingerprint(encoder)
@@ -350,7 +353,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
-        for indices in order.split(batch)[:steps]:
+        for indices in order.split(batch)[:steps_per_epoch]:
             x, y = x_train[indices], y_train[indices]
             losses = [F.cross_entropy(head(x), y) for head in heads]
             optimizer.zero_grad()
@@ -409,7 +412,8 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
-# A.2 compares rho_g(f1(x)) and f1(rho_g(x)) by the cosine. Retrieval is our own measure.
+# A.2 compares the map of an image, moved by rho_g, with that of the moved image, by the cosine.
+# Retrieval is our own measure.
 PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for each
 
 
@@ -418,7 +422,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in
     training, g may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone.
+    # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone, as x is
+    # not scaled by g1.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch

@@ -3,14 +3,14 @@
 SER keeps the loss of a self-supervised method, which acts on the final embedding, and adds a
 second one at an intermediate layer, where the patch tokens still form a map of the image:
 
-    f = f2 . f1    f1, the first 3 blocks, makes a map of patch tokens; [CLS] enters with f2
+    f = f2 . f1    f1, the network up to block 3, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
                    made by crops, flips and photometric jitter (T), views of b2 by motions
                    that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2
-    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. After a projection, the
-                   map rho_g(f1(x1)) is to match f1(x2), where x1 = rho_g1(x), x2 = rho_g2(x)
+    L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. The map rho_g(f1(x1)) is
+                   to match f1(x2), each then projected, where x1 = rho_g1(x), x2 = rho_g2(x)
                    and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
 
@@ -28,8 +28,8 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3, which
-are here from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
+Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3. They
+are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
 says otherwise.
 
 Comments have three tags:
@@ -49,6 +49,7 @@ Axes:
     R        ranks, the processes of torchrun, on GPUs one for each
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
+    grid     the size (H, W) of a map; one number is that of a square
     D K      width of the encoder, width of a projection
 """
 import copy
@@ -93,16 +94,16 @@ class Geometry(NamedTuple):
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
-    # The scaling is told by the size that it leads to, so it never needs an inverse.
+    # Of the scaling, only the size that it leads to is kept, so it needs no inverse.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
-    grid: tuple[int, int]    # rows and columns (H, W) of maps after the scaling
+    grid: tuple[int, int]    # of maps after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
     sampled, so a seed gives the same turns with any `elements`.
-    grid: the side of a square map before the scaling, in tokens."""
+    grid: of a square map before the scaling."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -136,7 +137,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. So others become float32, on all devices.
+    # On CPUs, only these types can be antialiased. Others become float32, on all devices.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -180,9 +181,9 @@ def relative(g2: Geometry, g1: Geometry) -> Geometry:
     #              = Q^t2 M^m2 M^m1 Q^-t1
     #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
     #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
-    # Choice: the scaling of g is one resize, from the size of view 1 to that of view 2. To undo
-    # the one and make the other would blur more. It can follow the turns, which only exchange
-    # rows and columns: a map of 12 x 15 becomes 15 x 12 by a quarter turn, then 16 x 13.
+    # Choice: the scaling of g is one resize, after the turns. If view 1 has scaled 14 x 14 tokens
+    # to 12 x 15, and view 2 to 16 x 13, a map that makes a quarter turn is turned from 12 x 15 to
+    # 15 x 12, then resized to 16 x 13. To resize it to 14 x 14 in between would blur it twice.
     flip = g1.flip ^ g2.flip
     sign = torch.where(flip, -1, 1)
     turns = (g2.turns - sign * g1.turns) % 4
@@ -263,17 +264,17 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3.
 #
-#     of b1, by T          with probability    of b2, by T_eq                      done in
-#     a random crop        1                   the whole image becomes a square    sample_view
-#     a horizontal flip    P_FLIP              -                                   sample_view
-#     -                                        flip, turns and scaling, by `rho`   make_views
-#     a colour jitter      P_COLOUR            the same                            make_views
-#     grayscale            P_GRAY              the same                            make_views
-#     blur                 P_BLUR              the same                            make_views
-#     solarization         P_SOLARIZE          the same                            make_views
+#     of b1, by T        with probability  of b2, by T_eq                      done in
+#     a random crop      1                 the whole image becomes a square    sample_view
+#     a horizontal flip  P_FLIP            -                                   sample_view
+#     -                                    flip, turns and scaling, by `rho`   make_views
+#     a colour jitter    P_COLOUR          the same                            make_views
+#     grayscale          P_GRAY            the same                            make_views
+#     blur               P_BLUR            the same                            make_views
+#     solarization       P_SOLARIZE        the same                            make_views
 #
 # The last four are the photometric jitter. `make_views` does it on the device, where it is much
-# faster. `sample_view`, in the loader, samples its numbers, but for the order of colour operations.
+# faster. `sample_view`, in the loader, has sampled all but the order of the colour operations.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -323,7 +324,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Choice: b2, which 3.2 does not crop, becomes squares here. `rho` resizes it again.
+    # Choice: b2, which 3.2 does not crop, is squashed to squares here. `rho` resizes them again.
     pixels = resize(image[None], (policy.size, policy.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -477,8 +478,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike 4.1's MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma, of
-    # b2 a little more or less, as its sides are scaled and sigma is not.
+    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
+    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -676,24 +677,24 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         z_prime = F.normalize(z_prime.float(), dim=-1)
 
         # Choice: the gradient passes through anchors and keys, as 3.3 stops it nowhere.
-        keys = gather(torch.cat([z, z_prime], dim=1))                # (R B, 2N, K)
+        keys = gather(torch.cat([z, z_prime], dim=1))                   # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
 
-        positives = (z * z_prime).sum(-1) / temperature                    # (B, N)
-        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)      # (B, N, R B, 2N)
+        positives = (z * z_prime).sum(-1) / temperature                 # (B, N)
+        logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)   # (B, N, R B, 2N)
 
         # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4
         # can be read otherwise. Image i of this rank is number rank * B + i of the keys.
         _, rank = ranks_and_rank()
-        anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)       # (B,)
-        key_image = torch.arange(len(keys), device=z.device)                       # (R B,)
-        same_image = anchor_image[:, None] == key_image                            # (B, R B)
+        anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)    # (B,)
+        key_image = torch.arange(len(keys), device=z.device)                    # (R B,)
+        same_image = anchor_image[:, None] == key_image                         # (B, R B)
         logits.masked_fill_(same_image[:, None, :, None], -torch.inf)
 
         # The mask took the positives as well, so they are added again. For one of them, p,
         # -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
-        log_sum = logits.flatten(2).logsumexp(2)                           # (B, N)
+        log_sum = logits.flatten(2).logsumexp(2)                        # (B, N)
         return (torch.logaddexp(positives, log_sum) - positives).mean()
 
 
@@ -712,9 +713,9 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
                       patch: int, shared: torch.Generator, temperature: float = 0.3,
                       elements: tuple[str, ...] = ELEMENTS) -> Tensor:
-    """L_equiv for a training that is not ours: sample two motions for each image, move two
-    copies of it, and compare the maps of `f1`. On several ranks, gradients must be averaged,
-    as DDP does.
+    """L_equiv for a training that is not ours; `SER` does not call this. It samples two motions
+    for each image, moves two copies of it, and compares the maps of `f1`. On several ranks,
+    gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
@@ -825,7 +826,7 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
         # all images, each of which is a key for all, as in the release. With two means, an
         # image of b2 would weigh 2,024 / 24 = 84 times as much as one of b1, as 8 ranks have
-        # 24 of b2 and 2,024 of b1. As a sum of two, L_inv would also outweigh L_equiv more.
+        # 24 of b2 and 2,024 of b1. A sum of two means would also be larger beside L_equiv.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -847,9 +848,9 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags, whose names argparse prints in its errors.
+# Types of flags. argparse prints the names of these functions in its errors.
 def nonnegative(text: str) -> float:
-    """A number from 0 on, but not nan or inf. Raises ValueError, as do the others."""
+    """A number from 0 on, but not nan or inf, else a ValueError, as in the next three."""
     value = float(text)
     if not 0 <= value < math.inf:
         raise ValueError
@@ -906,8 +907,8 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, the next two flags both name the last block of f1. Ablations
-    # of the paper change one of them. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, the next two flags both name the last block of f1. The paper's
+    # figure of ablations also moves [CLS] alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
@@ -1128,7 +1129,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         schedule(optimizer, args, step / steps_per_epoch)
         model.base.update(step / steps)
 
-        # Views.
+        # Views. For each, `loaded` has pixels and Augmentation, as PyTorch collates them.
         loaded = [(pixels.to(device, non_blocking=True), aug) for pixels, aug in loaded]
         views = make_views(loaded, args, step)
         if step == 0 and rank == 0 and views[0].b2 is not None:
@@ -1199,7 +1200,7 @@ def read_image(path: str) -> Tensor:
 
 
 def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n images of six textures, (n, 3, size, size) uint8, and their labels 0 to 5, (n,)."""
+    """n images of six textures, (n, 3, size, size) uint8, and labels 0 to 5, (n,)."""
     generator = rng("drawn", n, size, seed)
     left, top, direction, scale, contrast = torch.rand(5, n, 1, 1, generator=generator)
 
@@ -1301,7 +1302,7 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log means over ranks. All ranks call this. Exits if `loss` is not finite."""
+    """Show and log means over ranks. All call this. Exits if `loss` is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
