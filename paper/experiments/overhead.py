@@ -6,7 +6,7 @@
 
 The paper has 42.9 M parameters and 18.48 G multiply-adds (MACs) for MoCo-v3, 43.4 M and 18.63 G for
 SER. Its caption says "forward and backward", but 18.48 G are the forward passes of two views, by
-the online and the momentum branch. 18.63 G is a count that may agree by chance, see `count`.
+the online and the momentum branch. 18.63 G is a count that may agree by chance, see `count_costs`.
 """
 import random
 import time
@@ -28,9 +28,10 @@ PLAIN = ["--ratio", "0", "--cls-layer", "0"]     # MoCo-v3
 RATIOS = ("0.01", "0.0625") if CUDA else ("0.125", "0.25")
 
 
-def count() -> dict[str, float]:
+def count_costs() -> dict[str, float]:
     """Trained parameters, and MACs of an image as the paper counts, by MoCo-v3 and SER, whose b2
-    has 3 of 256 images on each of 8 GPUs. On the device "meta" tensors have no values."""
+    has 3 of 256 images on each GPU. On the device "meta" tensors have no values."""
+    views, gpus, directions = 2, 8, 2
     counts: dict[str, float] = {}
     x = torch.empty(1, 3, 224, 224, device="meta")
     for name, flags in (("moco", PLAIN), ("ser", [])):
@@ -44,17 +45,17 @@ def count() -> dict[str, float]:
         with FlopCounterMode(display=False) as counter:
             base.predictor(base.projector(base.encoder(x).cls))
             base.momentum_projector(base.momentum_encoder(x).cls)
-        # A MAC is two FLOP, and there are two views.
-        counts[f"{name}: forward MACs"] = counter.get_total_flops()
+        # A MAC is two FLOP.
+        counts[f"{name}: forward MACs"] = views * counter.get_total_flops() / 2
 
-    anchors = 3 * 196                                     # of a GPU
-    projector = 2 * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
-    loss = anchors * 8 * 2 * anchors * 512                # anchors meet both views of all GPUs
+    anchors = 3 * 196                                         # of a GPU
+    projector = views * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
+    loss = anchors * gpus * views * anchors * 512             # anchors meet both views of all GPUs
     own = counts["ser: forward MACs"]
     counts["ser: forward MACs"] = own + (projector + loss) / 256
-    # 18.63 G result if each of 8 GPUs computes L_equiv of all anchors in both directions. The
-    # release, for two views, has half of the keys, and projects the momentum branch's tokens, too.
-    everywhere = 8 * 2 * loss
+    # 18.63 G result if each GPU computes L_equiv of all anchors in both directions. The release,
+    # for two views, has half of the keys, and projects the momentum branch's tokens, too.
+    everywhere = gpus * directions * loss
     counts["ser: the paper's count"] = own + (projector + everywhere) / 256
     counts["ser: the release's count"] = own + (2 * projector + everywhere / 2) / 256
     return counts
@@ -144,7 +145,7 @@ def time_loader(args: Namespace) -> None:
 
 def print_counts(args: Namespace) -> None:
     """Print what is counted."""
-    for name, value in count().items():
+    for name, value in count_costs().items():
         print(f"{name:24}{value:20,.0f}")
 
 

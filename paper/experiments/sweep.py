@@ -201,13 +201,17 @@ def spread(values: list[float], measure: str) -> str:
 def table(rows: list[dict], baseline: str) -> str:
     """A column for each run, and a line for each measure on val, among all classes."""
     runs = dict.fromkeys(row["run"] for row in rows)
-    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds"], ["blocks read by heads"]]
+    seeds = []
+    read = []
     for run in runs:
         own = [row for row in rows if row["run"] == run]
-        lines[2].append(" ".join(sorted({str(row["seed"]) for row in own})))
-        lines[3].append(str(own[0].get("read by heads", "-")))     # older rows do not tell
-    if len(set(lines[3][1:])) == 1:
-        del lines[3]     # which does not help to compare
+        seeds.append(" ".join(sorted({str(row["seed"]) for row in own})))
+        read.append(str(own[0].get("read by heads", "-")))     # older rows do not tell
+
+    lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds", *seeds]]
+    if len(set(read)) > 1:     # one number for all would not help to compare
+        lines.append(["blocks read by heads", *read])
+
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         base = select(rows, baseline, measure, block)
         title, *_ = eval_linear.table_format(measure)
