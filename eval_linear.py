@@ -362,7 +362,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
             schedule.step()
 
         with torch.no_grad():
-            # Choice: among the classes that val has, which may be fewer.
+            # Choice: heads are compared among the classes that val has, which may be fewer.
             val_classes = y_val.unique()
             top1 = [accuracy(head(x_val), y_val, val_classes)[0] for head in heads]
         line = {"weights": encoder_fingerprint, "settings": vars(args), "epoch": epoch + 1,
