@@ -49,7 +49,7 @@ def copies(photo: Tensor, number: int) -> Tensor:
 def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
     """Whether each token of the turned copy is found, after a block, by the token of the
     photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
-    still, moved = encoder(both, [layer]).maps[layer]                             # (D, H, W)
+    still, moved = eval_linear.map_after(encoder, layer, both)                    # (D, H, W)
     z = eval_linear.unit_tokens(still.rot90(1, (1, 2))[None])                     # (N, D)
     z_prime = eval_linear.unit_tokens(moved[None])
     nearest = (z @ z_prime.T).argmax(1)

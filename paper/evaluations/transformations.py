@@ -123,7 +123,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     for task in TASKS:
         print("\n".join(lines[task]))
-        if layers == PAPER_LAYERS:
+        if layers == PAPER_LAYERS and run.depth == PAPER_LAYERS[-1]:
             print(PAPER[task])
     print(f"results are in {path}")
 

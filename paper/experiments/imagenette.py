@@ -111,7 +111,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args.runs = [run for run in RUNS if run.name in args.names]
     sweep.check(args, given)
     training = ser.parse([*args.flags, "--data", "given"])
-    args.blocks = (training.cls_layer, 2 * training.cls_layer, training.depth)     # 2, 4 and 6
+    first = max(training.equiv_layers)
+    args.blocks = (first, 2 * first, training.depth)     # 2, 4 and 6
     return args
 
 

@@ -45,8 +45,7 @@ def count_costs() -> dict[str, float]:
         with FlopCounterMode(display=False) as counter:
             base.predictor(base.projector(base.encoder(x).cls))
             base.momentum_projector(base.momentum_encoder(x).cls)
-        # A MAC is two FLOP.
-        counts[f"{name}: forward MACs"] = views * counter.get_total_flops() / 2
+        counts[f"{name}: forward MACs"] = views * counter.get_total_flops() / 2     # 2 FLOP each
 
     anchors = 3 * 196                                         # of a GPU
     projector = views * anchors * (384 * 512 + 512 * 512)     # it sees the tokens of both views
@@ -64,6 +63,7 @@ def count_costs() -> dict[str, float]:
 def training_step(flags: list[str]) -> Callable[[int], None]:
     """A training step as ser.train does it, a function of the step's number, on crops of noise."""
     args = ser.parse(["--data", "given", *flags])
+    ser.check_settings(args, args.batch_size, ranks=1)
     device = ser.setup()
     model = ser.build(args).to(device)
     optimizer = ser.adamw(model, args)

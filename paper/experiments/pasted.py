@@ -102,8 +102,7 @@ def train(args: Namespace) -> Model:
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch)
         shared = torch.Generator().manual_seed(1000 * args.seed + epoch)
-        # Workers crop by seeds that follow from this one, so each epoch and rank needs its own.
-        torch.manual_seed(1000 * shared.initial_seed() + rank)
+        torch.manual_seed(1000 * (1000 * args.seed + epoch) + rank)     # workers' crops follow it
         for step, (views, _) in enumerate(loader):
             x1, x2, *whole = [ser.normalise(view.to(device) / 255) for view in views]
             images1, images2 = [view[:16 // ranks] for view in whole]

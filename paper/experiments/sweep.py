@@ -7,6 +7,7 @@ A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where
 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9
 .888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
 Flags of ser.py go to all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2.
+With other batches or ranks, two of them may have equally many, as their lines tell.
 
 A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
 last.pt: a run without it is trained anew.
@@ -201,13 +202,9 @@ def spread(values: list[float], measure: str) -> str:
 def table(rows: list[dict], baseline: str) -> str:
     """A column for each run, and a line for each measure on val, among all classes."""
     runs = dict.fromkeys(row["run"] for row in rows)
-    seeds = []
-    read = []
-    for run in runs:
-        own = [row for row in rows if row["run"] == run]
-        seeds.append(" ".join(sorted({str(row["seed"]) for row in own})))
-        read.append(str(own[0].get("read by heads", "-")))     # older rows do not tell
-
+    own = {run: [row for row in rows if row["run"] == run] for run in runs}
+    seeds = [" ".join(sorted({str(row["seed"]) for row in own[run]})) for run in runs]
+    read = [str(own[run][0].get("read by heads", "-")) for run in runs]     # older rows lack it
     lines = [["", *runs], ["---"] * (1 + len(runs)), ["seeds", *seeds]]
     if len(set(read)) > 1:     # one number for all would not help to compare
         lines.append(["blocks read by heads", *read])
@@ -244,12 +241,16 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args, args.flags = parser.parse_known_args(argv)
     args.runs = [*LISTS[args.list], *SHARED]
     check(args, args.flags)
+    training = ser.parse([*args.flags, "--data", "given"])
+    if training.depth != 12 and args.list in ("layers", "decoupling"):
+        sys.exit(f"--depth {training.depth}: the runs of --list {args.list} are for 12 blocks")
+    args.blocks = (max(training.equiv_layers), training.depth)
     return args
 
 
 def main(args: Namespace) -> None:
     """Run a list, and print its table under the paper's numbers."""
-    rows = measure(args, ["--cache --equivariance"], blocks=(3, 12))
+    rows = measure(args, ["--cache --equivariance"], args.blocks)
     check_alike(rows)
     if rows:
         for run in args.runs:

@@ -35,9 +35,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return addon.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2))
 
 
-# Mean and standard deviation of the 18 parameters under MoCo-v3's T at 224 pixels, of both views.
-# Choice: the true ones, with boxes in shares of an image of 500 x 375. Those of EquiMod and the
-# release are for boxes in pixels, and partly for another T; BatchNorm soon evens that out.
+# Mean and standard deviation of the 18 parameters under MoCo-v3's T, for images of 500 x 375.
+# Choice: boxes are shares of the image. EquiMod and the release have pixels, and partly another T.
 MEAN = torch.tensor([0.140, 0.218, 0.720, 0.563, 0.5,          # top, left, height, width, flip
                      0.8, 1.2, 1.4, 1.6, 1.8,                  # jittered; its order, as numbers
                      1.0, 1.0, 1.0, 0.0,                       # brightness ... hue
@@ -56,9 +55,10 @@ def parameters(view: View) -> Tensor:
     # An image that is not jittered has the order 0, 1, 2, 3, as in EquiMod.
     order = torch.where(jittered[:, None], view.order, torch.arange(4))     # (B, 4)
 
+    sigma = aug.blur * 224 / view.b1.shape[-1]     # that of a view of 224 pixels
     columns = [aug.top, aug.left, aug.height, aug.width, aug.flip,
                jittered, *order.T, *factors.T,
-               aug.gray, aug.blur > 0, aug.blur, aug.solarize]
+               aug.gray, sigma > 0, sigma, aug.solarize]
     values = torch.stack(columns, dim=1).float()
     return (values - MEAN) / STD
 

@@ -9,7 +9,7 @@ An image has two global views, those of MoCo-v3, and four local ones, small crop
     queries   all six views through the online encoder
     keys      the two global views through the momentum encoder: no loss among local views
     L_inv     InfoNCE of every (query view, key view) of different views: 2 + 4 x 2 = 10 terms
-    L_equiv   on b2, within the global pair and within each of the two local pairs
+    L_equiv   on b2, within the global pair, whose chance is printed, plus within both local pairs
 """
 import sys
 from argparse import Namespace

@@ -16,9 +16,12 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     moved[:, 2, 2] *= -1
     moved[:, 3, 0] = moved[:, 1, 1]
     colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
+    colours.depth, colours.norm = 2, torch.abs
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
     assert found(colours, torch.stack([still, moved]), 1).equal(wanted)
+    wanted[2, 2] = True     # the last block's tokens are normalised, as in eval_linear
+    assert found(colours, torch.stack([still, moved]), 2).equal(wanted)
 
     photo = torch.zeros(3, 8, 8)
     photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left

@@ -13,10 +13,10 @@ def test_the_parameters_of_known_augmentations():
     factors = 0.7, 1.2, 0.9, -0.05
     made = ser.Augmentation(*box, *factors, True, 1.5, True)
     both = default_collate([made, ser.Augmentation()])
-    view = ser.View(None, None, None, both, torch.tensor([2, 0, 3, 1]))
+    view = ser.View(torch.empty(2, 3, 1, 112), None, None, both, torch.tensor([2, 0, 3, 1]))
     found = equimod.parameters(view) * equimod.STD + equimod.MEAN
     close(found, torch.tensor([
-        [*box, 1, 2, 0, 3, 1, *factors, 1, 1, 1.5, 1],
+        [*box, 1, 2, 0, 3, 1, *factors, 1, 1, 3, 1],     # 1.5 pixels of 112 are 3 of 224
         [0, 0, 1, 1, 0, 0, 0, 1, 2, 3, 1, 1, 1, 0, 0, 0, 0, 0]]))
 
 
@@ -25,7 +25,7 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
     data = ser.two_view_dataset([image] * 1200, equimod.settings(["--data", "x"]))
     drawn = default_collate([data[0, i, False] for i in range(1200)])
     order = torch.rand(1200, 4, generator=seeded(5)).argsort(1)     # of each image
-    views = [ser.View(None, None, None, aug, order) for _, aug in drawn]
+    views = [ser.View(pixels, None, None, aug, order) for pixels, aug in drawn]
     found = torch.cat([equimod.parameters(view) for view in views])
     std, mean = torch.std_mean(found, dim=0)
     close(mean, torch.zeros(18), 0.08)

@@ -36,7 +36,7 @@ def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
     assert [(one.cache, one.equivariance, one.seed) for one in heads] == [
         (True, True, 0), (True, False, 1), (True, False, 2)]
 
-    deeper = "--names SER --depth 12 --cls-layer 3".split()
+    deeper = "--names SER --depth 12 --equiv-layers 3".split()
     assert imagenette.settings([*argv, *deeper]).blocks == (3, 6, 12)
 
 

@@ -64,7 +64,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     results = json.loads((out / "SER-5" / "eval.json").read_text())
     theirs = results["rows"]
-    wanted = sweep.means(theirs, "SER", 5, (3, 12))
+    wanted = sweep.means(theirs, "SER", 5, (1, 3))     # L_equiv's block, and the last
     for row, own in zip(json.loads(written[1]), wanted, strict=True):
         assert own.items() <= row.items()
 
@@ -104,16 +104,15 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
     (sweep, "--list group --seed=1", "--seed"),
-    (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
+    (sweep, "--list layers --depth 24", "--depth 24"),
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
     (imagenette, "--ratio 0", "--ratio 0: the run turned-control")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
 
 
-def test_table_4_is_of_the_blocks_3_and_12(monkeypatch):
-    monkeypatch.setattr(sweep, "measure", lambda args, flags, blocks: sys.exit(str(blocks)))
-    assert sentence(sweep.main, None) == "(3, 12)"
+def test_table_4_is_of_the_blocks_3_and_12():
+    assert sweep.settings(["--data", "D"]).blocks == (3, 12)
 
 
 def test_rows_are_means_over_evaluations():
