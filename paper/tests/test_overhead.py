@@ -35,6 +35,7 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     assert len(waits) == 2
     assert seen == 2 * [(size, dtype) for size in images]
     assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
+    pytest.raises(SystemExit, overhead.training_step, [*flags, "--ratio", "0.01"])     # no b2
 
 
 def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
