@@ -59,7 +59,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
 
 @pytest.mark.parametrize("flags, paper, layers", [
     ("", [1, 3], [1, 3]), ("--layers 2 9", [1, 3], [2]), ("", [1, 2], [1, 2])])
-def test_each_layer_is_measured_on_other_images(flags, paper, layers, tmp_path, monkeypatch, capsys):
+def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkeypatch, capsys):
     sets = {}
     spread = []
     for split, n in (("train", 16), ("val", 8)):
