@@ -353,7 +353,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
-        for indices in order.split(batch)[:steps_per_epoch]:
+        for indices in order.to(x_val.device).split(batch)[:steps_per_epoch]:
             x, y = x_train[indices], y_train[indices]
             losses = [F.cross_entropy(head(x), y) for head in heads]
             optimizer.zero_grad()

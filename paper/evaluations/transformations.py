@@ -80,7 +80,7 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     mlp = eval_linear.make_head(x.shape[1], len(versions), mlp=True).to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
     for _ in range(10):
-        for rows in torch.randperm(n_train).split(256):
+        for rows in torch.randperm(n_train).to(x.device).split(256):
             loss = nn.functional.cross_entropy(mlp(x[rows]), y[rows])
             optimizer.zero_grad()
             loss.backward()

@@ -88,7 +88,7 @@ class AugSelf(addon.AddOn):
         total = 0.0
         for task, difference in (("crop", crop_difference), ("color", color_difference)):
             target = torch.cat([difference(first, second), difference(second, first)])
-            target = target.to(pairs.device)                                    # (2B, 4)
+            target = target.to(pairs.device, non_blocking=True)                 # (2B, 4)
             predicted = self.heads[task](pairs).float().tanh()
             total = total + F.mse_loss(predicted, target)
         return total

@@ -84,7 +84,7 @@ class EquiMod(addon.AddOn):
         y = torch.cat([y1, y2])                                           # (2B, 128)
 
         values = torch.cat([parameters(views[0]), parameters(views[1])])  # (2B, 18)
-        p = self.heads["action"](values.to(y.device))                     # (2B, 128)
+        p = self.heads["action"](values.to(y.device, non_blocking=True))  # (2B, 128)
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))   # (2B, 128)
 
