@@ -69,7 +69,8 @@ def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
     # Choice: keys have no gradient, as in the release and in MoCo-v3's L_inv. With one, that of
     # L_eq would be twice as large beside that of L_inv as in STL's own code.
-    return ser.info_nce(a, b.detach(), temperature) + ser.info_nce(b, a.detach(), temperature)
+    forth = ser.info_nce(a, b.detach(), temperature)
+    return forth + ser.info_nce(b, a.detach(), temperature)
 
 
 class STL(addon.AddOn):
