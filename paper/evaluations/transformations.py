@@ -67,7 +67,7 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     std = train.std((0, 1)).clamp_min(1e-6)
     z = (torch.cat([train, test]) - train.mean((0, 1))) / std
 
-    # Choice: a pair, as one photograph rarely tells that it is mirrored; the paper tells 97%.
+    # Choice: a pair, as one photograph rarely tells that it is mirrored; the paper reaches 97%.
     moved = z[:, versions]                                                        # (n + m, A, D)
     still = z[:, :1].expand_as(moved)
     x = torch.cat([still, moved], dim=2).flatten(0, 1)

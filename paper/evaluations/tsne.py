@@ -26,8 +26,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = arguments("folder of CLASS/..., as val, or a severity of a corruption", several=True)
     add = parser.add_argument
     add("--ready", action="store_true", help="the images are cropped already, as ImageNet-C's")
-    add("--classes", type=int, choices=range(1, 21), default=20, metavar="N",
-        help="of a sample, with all images; 20, as in the paper, is the number of colours")
+    add("--classes", type=ser.count, default=20,
+        help="of a sample, with all images (paper: 20); above 20, colours repeat")
     add("--batch-size", type=ser.count, default=256, help="images per pass of the encoder")
     return parser.parse_args(argv)
 

@@ -7,7 +7,8 @@ A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where
 4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9
 .888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
 Flags of ser.py go to all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2.
-With other batches or ranks, two of them may have equally many, as their lines tell.
+With other batches or ranks, two of them may have equally many, as their lines tell. The lists
+layers and decoupling are for 12 blocks.
 
 A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
 last.pt: a run without it is trained anew.
@@ -242,8 +243,6 @@ def settings(argv: list[str] | None = None) -> Namespace:
     args.runs = [*LISTS[args.list], *SHARED]
     check(args, args.flags)
     training = ser.parse([*args.flags, "--data", "given"])
-    if training.depth != 12 and args.list in ("layers", "decoupling"):
-        sys.exit(f"--depth {training.depth}: the runs of --list {args.list} are for 12 blocks")
     args.blocks = (max(training.equiv_layers), training.depth)
     return args
 
