@@ -42,7 +42,6 @@ has no gradient, as all tokens are detached when they are gathered (builder/moco
 956 to 962). So the results of the paper may be of another version.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
-Fields and arguments that only these need say so.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -83,8 +82,7 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied into other code. Of the imports above they need math, torch, nn,
-# F, dist and NamedTuple.
+# Sections 1 and 4 can be copied. They need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
@@ -99,7 +97,7 @@ class Geometry(NamedTuple):
     grid: tuple[int, int]    # of maps after the scaling
 
 
-def sample_geometry(batch: int, grid: int = 14, elements: tuple[str, ...] = ELEMENTS,
+def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
     sampled, so a seed gives the same turns with any `elements`.
@@ -164,8 +162,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
-    # Both are resized to g.grid before one is taken. `contiguous` changes no value. It gives both
-    # one layout in memory, on which the last digits of later sums depend.
+    # Both are resized to g.grid before one is taken. `contiguous` changes no value. Without it,
+    # maps that need no resize would lie transposed in memory, and later sums end in other digits.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -197,12 +195,11 @@ def ranks_and_rank() -> tuple[int, int]:
     return 1, 0
 
 
-def sample_rank_geometry(batch: int, grid: int, elements: tuple[str, ...],
+def sample_rank_geometry(batch: int, grid: int, elements: tuple,
                          shared: torch.Generator) -> Geometry:
-    """Sample the motions of this rank's `batch` images. The generator `shared` has the same
-    seed on all ranks. So they have one scaling, and `gather` (section 4) gets equally many
-    tokens from each. Their flips and turns differ, as each rank samples those of all ranks
-    and keeps its own part."""
+    """Sample the motions of this rank's `batch` images. `shared` has one seed on all ranks,
+    so they have one scaling, and `gather` (section 4) gets equally many tokens from each.
+    Each rank samples the flips and turns of all ranks, and keeps its own."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
@@ -243,23 +240,23 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list[tuple]]:
     """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`. The loop over epochs is here, as a run may go on or end in the
-    middle of one. The last, incomplete batch of an epoch is dropped.
+    `start` to before `end`. The last, incomplete batch of an epoch is dropped.
 
     A batch is a list of items (epoch, index, in_b2), those of b1 first."""
     ranks, rank = ranks_and_rank()
     b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
     steps_per_epoch = n_images // args.batch_size
 
-    for epoch in range(start // steps_per_epoch, math.ceil(end / steps_per_epoch)):
-        order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
-        batches = order.split(args.batch_size)[:steps_per_epoch]
-        for step, batch in enumerate(batches, epoch * steps_per_epoch):
-            if start <= step < end:
-                b1 = batch[:b1_total].chunk(ranks)[rank].tolist()
-                b2 = batch[b1_total:].chunk(ranks)[rank].tolist()
-                items = [(epoch, index, False) for index in b1]
-                yield items + [(epoch, index, True) for index in b2]
+    for step in range(start, end):
+        epoch, number = divmod(step, steps_per_epoch)
+        if number == 0 or step == start:     # a run may go on in the middle of an epoch
+            order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
+            batches = order.split(args.batch_size)
+
+        b1 = batches[number][:b1_total].chunk(ranks)[rank].tolist()
+        b2 = batches[number][b1_total:].chunk(ranks)[rank].tolist()     # empty with --ratio 0
+        items = [(epoch, index, False) for index in b1]
+        yield items + [(epoch, index, True) for index in b2]
 
 
 # The operations of T are those of MoCo-v3.
@@ -298,20 +295,20 @@ class Augmentation(NamedTuple):
     """What was sampled for an image. The defaults do nothing. Of a batch, the loader's collate
     function makes each field a tensor (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
-    top: float | Tensor = 0.0           # shares of the image
-    left: float | Tensor = 0.0
-    height: float | Tensor = 1.0
-    width: float | Tensor = 1.0
-    flip: bool | Tensor = False
+    top: float = 0.0           # shares of the image
+    left: float = 0.0
+    height: float = 1.0
+    width: float = 1.0
+    flip: bool = False
 
     # The photometric jitter.
-    brightness: float | Tensor = 1.0    # factors
-    contrast: float | Tensor = 1.0
-    saturation: float | Tensor = 1.0
-    hue: float | Tensor = 0.0           # shift, share of the colour circle
-    gray: bool | Tensor = False
-    blur: float | Tensor = 0.0          # standard deviation, pixels; 0 is none
-    solarize: bool | Tensor = False
+    brightness: float = 1.0    # factors
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0           # shift, share of the colour circle
+    gray: bool = False
+    blur: float = 0.0          # standard deviation, pixels; 0 is none
+    solarize: bool = False
 
 
 def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Augmentation]:
@@ -336,8 +333,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side S of a view. For b2, this is the side before
-        # its motion.
+        # Choice: sigma scales with the side of a view, for b2 with that before its motion.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -352,7 +348,7 @@ class ViewDataset(torch.utils.data.Dataset):
     policies: Sequence[Policy]
     seed: int
 
-    def __getitem__(self, item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
+    def __getitem__(self, item: tuple) -> list:
         _, index, _ = item
         return self.sample_views(self.load(index), item)
 
@@ -362,8 +358,7 @@ class ViewDataset(torch.utils.data.Dataset):
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def sample_views(self, image: Tensor,
-                      item: tuple[int, int, bool]) -> list[tuple[Tensor, Augmentation]]:
+    def sample_views(self, image: Tensor, item: tuple) -> list:
         """The views of an image, sampled with the seed of an item."""
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
@@ -392,8 +387,7 @@ class View(NamedTuple):
     order: Tensor = torch.arange(4)     # of its colour operations
 
 
-def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
-               step: int) -> list[View]:
+def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View]:
     """Move b2 of view 1 by rho_g1 and that of view 2 by rho_g2, and jitter all images.
 
     loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
@@ -405,8 +399,7 @@ def make_views(loaded: Sequence[tuple[Tensor, Augmentation]], args: Namespace,
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
 
-        # Choice, unlike 4.1's MoCo-v3: for speed, all images of a view share the order of their
-        # colour operations.
+        # Choice, unlike 4.1's MoCo-v3, for speed: all images of a view share this order.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
@@ -538,8 +531,7 @@ class Block(nn.Module):
 
 
 class Encoded(NamedTuple):
-    """What the encoder makes of images. Choice: `maps` and `cls_at` do not pass the final
-    LayerNorm, not even after the last block."""
+    """What the encoder makes of images. Choice: only `cls` passes the final LayerNorm."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
     cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] there, for evaluations and paper/
@@ -694,8 +686,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
 
         # The mask took the positives as well, so they are added again. For one of them, p,
         # -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
-        log_sum = logits.flatten(2).logsumexp(2)                        # (B, N)
-        return (torch.logaddexp(positives, log_sum) - positives).mean()
+        negatives = logits.flatten(2).logsumexp(2)                      # (B, N)
+        return (torch.logaddexp(positives, negatives) - positives).mean()
 
 
 def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
@@ -712,7 +704,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 
 def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
                       patch: int, shared: torch.Generator, temperature: float = 0.3,
-                      elements: tuple[str, ...] = ELEMENTS) -> Tensor:
+                      elements: tuple = ELEMENTS) -> Tensor:
     """L_equiv for a training that is not ours; `SER` does not call this. It samples two motions
     for each image, moves two copies of it, and compares the maps of `f1`. On several ranks,
     gradients must be averaged, as DDP does.
@@ -741,14 +733,13 @@ def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
     # Choice, unlike Eq. 3: BatchNorm has statistics of b1 and b2 together, as in the
     # release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
-    layers: list[nn.Module] = []
+    layers = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    layers[-2:] = [nn.BatchNorm1d(widths[-1], affine=False)]     # in place of the last two
-    return nn.Sequential(*layers)
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -764,8 +755,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021), by default with its authors' values. Its
-    projector is not that of L_equiv."""
+    """MoCo-v3 (Chen et al. 2021). Defaults are its authors'. L_equiv has its own projector."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -851,34 +841,30 @@ class SER(nn.Module):
 # Types of flags. argparse prints the names of these functions in its errors.
 def nonnegative(text: str) -> float:
     """A number from 0 on, but not nan or inf, else a ValueError, as in the next three."""
-    value = float(text)
-    if not 0 <= value < math.inf:
+    if not 0 <= float(text) < math.inf:
         raise ValueError
-    return value
+    return float(text)
 
 
 def positive(text: str) -> float:
     """A number above 0."""
-    value = nonnegative(text)
-    if value == 0:
+    if nonnegative(text) == 0:
         raise ValueError
-    return value
+    return float(text)
 
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    value = nonnegative(text)
-    if value > 1:
+    if nonnegative(text) > 1:
         raise ValueError
-    return value
+    return float(text)
 
 
 def count(text: str) -> int:
     """A whole number from 1 on."""
-    value = int(text)
-    if value < 1:
+    if int(text) < 1:
         raise ValueError
-    return value
+    return int(text)
 
 
 def arguments() -> ArgumentParser:
@@ -937,8 +923,7 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# Without --data, images are synthetic, and these replace the defaults above. They are chosen so
-# that two minutes show what the loss does.
+# The defaults for synthetic images, chosen so that two minutes show what the loss does.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -1029,7 +1014,7 @@ def save(path: Path, **state: Any) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict:
     """What a checkpoint holds. Exits if it is a dictionary of another program."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
@@ -1054,11 +1039,19 @@ def from_rank_0(value: Any) -> Any:
     return values[0]
 
 
-def check_same_run(path: Path, saved: dict, settings: dict) -> None:
-    """Exit with one sentence if a checkpoint is of a run with other settings."""
+def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
+    """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
+    all, as other nodes may not see its folder. Exits if the run had other settings."""
+    _, rank = ranks_and_rank()
+    begun = rank == 0 and path.exists()
+    state = from_rank_0(load_checkpoint(path) if begun else None)
+    if state is None:
+        return 0
+
     # Folders may have moved with the same images, and a run may move to another device with the
     # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
     may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
+    saved = state["settings"]
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
         for name in saved | settings
@@ -1066,17 +1059,6 @@ def check_same_run(path: Path, saved: dict, settings: dict) -> None:
     if differ:
         sys.exit(f"{path} was trained with {', '.join(differ)}: use that, or a new --out")
 
-
-def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the checkpoint of a run, if there is one; return its step, or 0. Rank 0 reads it for
-    all, as other nodes may not see its folder."""
-    _, rank = ranks_and_rank()
-    begun = rank == 0 and path.exists()
-    state = from_rank_0(load_checkpoint(path) if begun else None)
-    if state is None:
-        return 0
-
-    check_same_run(path, state["settings"], settings)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["step"]
@@ -1121,7 +1103,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         num_workers=args.workers, pin_memory=device.type == "cuda")
 
     log, bar = open_log(path.with_name("log.jsonl"), settings, start)
-    print_plan(settings, start)
+    if rank == 0:
+        print_plan(settings, start)
 
     for step, loaded in enumerate(loader, start):
         # The seed is for base methods that sample.
@@ -1171,12 +1154,12 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.
-    found = glob.iglob(f"{glob.escape(str(root))}/**/*", recursive=True)
-    images = sorted(path for path in found if path.lower().endswith(IMG_EXTENSIONS))
-    if not images:
+    found = glob.iglob("**/*", root_dir=root, recursive=True)
+    names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS))
+    if not names:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 
-    return images, checksum([path.removeprefix(f"{root}/") for path in images])
+    return [f"{root}/{name}" for name in names], checksum(names)
 
 
 def checksum(texts: Sequence[str]) -> str:
@@ -1261,11 +1244,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
 
 
 def print_plan(settings: Namespace, start: int) -> None:
-    """Say on rank 0 what is trained, and what L_equiv would be at chance."""
-    _, rank = ranks_and_rank()
-    if rank > 0:
-        return
-
+    """Say what is trained, and what L_equiv would be at chance."""
     precision = "bfloat16" if settings.bf16 else "float32"
     print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; steps {start} "
           f"to {settings.steps} on {settings.ranks} x {settings.device}, in {precision}")
