@@ -71,8 +71,7 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true",
-        help="20-NN alone; with heads, it is measured anyway")
+    add("--knn", action="store_true", help="20-NN alone; with heads, it is measured anyway")
     add("--equivariance", action="store_true",
         help="equivariance after every block, alone or beside what other flags ask for")
     # Choice: the release has 1, 3 and 10. Few classes or weak features need lower ones.
@@ -153,50 +152,39 @@ def eval_transform(size: int) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
-def labels_of(folders: Sequence[str], classes: Sequence[str], root: str) -> dict[str, int]:
-    """The label of each folder of root: the place of its name in `classes` or, as in ImageNet-V2,
-    whose folders are called 0, 1, ..., its name itself."""
-    label_of = {name: label for label, name in enumerate(classes)}
-    if label_of.keys().isdisjoint(folders):
-        # Folders 1, 2, ... are refused, as labels begin at 0.
-        if "0" not in folders:
-            sys.exit(f"{root}: no folder has the name of a training class, or label 0")
-        _, rank = ser.ranks_and_rank()
-        if rank == 0:
-            print(f"{root}: folders 0, 1, ... are taken for the labels of the sorted classes")
-        label_of = {str(label): label for label in range(len(classes))}
+class ClassFolder(ImageFolder):
+    """The images root/CLASS/..., but no hidden ones. Labels count `classes` or, without these,
+    the sorted folders."""
+    def __init__(self, root: str | Path, transform: Callable | None = None,
+                 classes: Sequence[str] = ()):
+        root = str(Path(root))     # without a slash at its end
+        if not os.path.isdir(root):
+            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
 
-    for folder in folders:
-        if folder not in label_of:
-            sys.exit(f"{root}: the training images have no class {folder}")
-    return label_of
+        def is_image(path: str) -> bool:
+            return is_image_file(path) and "/." not in path.removeprefix(root)
 
+        self.known_classes = classes     # for `find_classes`, which the next line calls
+        super().__init__(root, transform, loader=ser.read_image, is_valid_file=is_image)
 
-def class_folder(root: str | Path, transform: Callable | None = None,
-                 classes: Sequence[str] = ()) -> ImageFolder:
-    """The images root/CLASS/..., but no hidden ones, with labels as `labels_of` gives them.
-    Without `classes`, the sorted folders are the classes."""
-    root = str(Path(root))     # without a slash at its end
-    if not os.path.isdir(root):
-        sys.exit(f"{root} is no folder of class folders; --val names the validation images")
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """The classes, and the label of each folder: the place of its name among them or, as in
+        ImageNet-V2, whose folders are called 0, 1, ..., its name itself."""
+        folders, _ = super().find_classes(directory)
+        folders = [name for name in folders if name[0] != "."]
+        classes = list(self.known_classes or folders)
 
-    def is_image(path: str) -> bool:
-        return is_image_file(path) and "/." not in path.removeprefix(root)
+        names = classes     # of the labels 0, 1, ...
+        if "0" in folders and set(folders).isdisjoint(classes):
+            names = [str(label) for label in range(len(classes))]
+            _, rank = ser.ranks_and_rank()
+            if rank == 0:
+                print(f"{directory}: 0, 1, ... are taken for the labels of the sorted classes")
 
-    data = ImageFolder(
-        root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
-    folders = [name for name in data.classes if name[0] != "."]
-    folder_of = [data.classes[target] for target in data.targets]     # of each image
-    empty = sorted(set(folders) - set(folder_of))
-    if empty:
-        sys.exit(f"{root}: no image below {', '.join(empty)}")
-
-    # ImageFolder's own labels count all folders, hidden ones too, and know no `classes`.
-    label_of = labels_of(folders, classes or folders, root)
-    data.classes = folders
-    data.targets = [label_of[folder] for folder in folder_of]
-    data.samples = [(path, label) for (path, _), label in zip(data.samples, data.targets)]
-    return data
+        for folder in folders:
+            if folder not in names:
+                sys.exit(f"{directory}: the training images have no class {folder}")
+        return classes, {folder: names.index(folder) for folder in folders}
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -209,21 +197,21 @@ def load_sets(args: Namespace, size: int) -> Sets:
 
     train = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = class_folder(train, centre)
+    train_centre = ClassFolder(train, centre)
     classes = train_centre.classes
 
     # Choice: crops and flips of the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
 
-    tests = {"val": class_folder(args.val or Path(args.data, "val"), centre, classes)}
+    tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
     if os.path.samefile(tests["val"].root, train):
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
         if not folder or name in ("train", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
-        tests[name] = class_folder(folder, centre, classes)
-    return Sets(classes, train_centre, class_folder(train, random_crop), tests)
+        tests[name] = ClassFolder(folder, centre, classes)
+    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
 
 def spread(data: Dataset, n: int) -> Subset:
@@ -249,7 +237,7 @@ class Seeded(Dataset):
 # ==== 3. Features of the frozen encoder ===============================================
 def has_bf16() -> bool:
     """Whether there is a GPU that has bfloat16."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(x: Tensor) -> torch.autocast:
@@ -283,16 +271,16 @@ class Features(NamedTuple):
 def extract(encoder: ser.ViT, data: Dataset, args: Namespace) -> Features:
     """The features of a set, on every rank."""
     ranks, rank = ser.ranks_and_rank()
-    own = list(range(rank, len(data), ranks))     # none, if there are fewer images than ranks
+    own = torch.arange(rank, len(data), ranks)     # none, if there are fewer images than ranks
     size = max(1, args.batch_size // ranks)
-    batches = [own[start:start + size] for start in range(0, len(own), size)]
-    loader = DataLoader(data, batch_sampler=batches, num_workers=args.workers)
+    loader = DataLoader(data, size, sampler=own.tolist(), num_workers=args.workers)
 
     width = len(feature_blocks(encoder)) * encoder.dim
     features = encoder.cls_token.new_zeros(len(data), width)
     labels = features.new_zeros(len(data), dtype=torch.int64)
 
-    for indices, (images, y) in zip(batches, tqdm(loader, leave=False, disable=rank > 0)):
+    bar = tqdm(loader, leave=False, disable=rank > 0)
+    for indices, (images, y) in zip(own.split(size), bar):
         features[indices] = cls_features(encoder, images)
         labels[indices] = y.to(labels.device)
 
@@ -377,12 +365,11 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
 
 
 def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float, float]:
-    """Top-1 and top-5 in percent of logits (n, C), among the classes `candidates` alone.
-    Logits that are not finite count as wrong."""
+    """Top-1 and top-5 in percent of logits (n, C), among the classes `candidates` alone."""
     best = logits[:, candidates].topk(min(5, len(candidates))).indices
     guesses = candidates[best]     # (n, 5)
 
-    # `topk` takes nan for the largest, so a head that diverged would always guess one class.
+    # A head that diverged is wrong. `topk` takes nan for the largest, so it would guess one class.
     finite = logits.isfinite().all(1, keepdim=True)
     right = ((guesses == labels[:, None]) & finite).float()
 
@@ -412,15 +399,14 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 
 # ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
-# A.2 compares the map of an image, moved by rho_g, with that of the moved image, by the cosine.
-# Retrieval is our own measure.
+# `cosine` is A.2's score, and `retrieval` a measure of our own.
 PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for each
 
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """A.2's score, the mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in
-    training, g may be the identity."""
+    """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
+    from two motions, and may be the identity."""
     # Choice: the cosine is of each token.
     # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone, as x is
     # not scaled by g1.
@@ -437,35 +423,32 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 
 
 @torch.no_grad()
-def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90",
-              change: Callable = nn.Identity()) -> float:
+def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
     """How often a token of an image is nearest to its own place in the moved image, among the
     tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
 
-    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode.
+    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. If it does
+        not begin with a colour jitter, the mean colour of a patch finds almost every turned token.
     images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
-        fewer images. Without `change`, they are what f1 takes.
+        fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
-        scalings of a map of few tokens change no size, so that values are too high.
-    change: makes of images what f1 takes, such as a colour jitter. It is called for the images
-        and again for the moved ones. Without it, the mean colour of a patch would find almost
-        every turned token."""
+        scalings of a map of few tokens change no size, so that values are too high."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Here every image is turned or flipped. `sample_geometry` lets some stay as they are, in
-        # which all tokens would be found.
+        # Of turns and flips, every image makes one here. `sample_geometry` lets some images stay
+        # as they are, in which all tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
         if element == "hflip":
             g = g._replace(flip=torch.ones_like(g.flip))
 
-        z = unit_tokens(ser.rho(g, f1(change(x))))
-        z_prime = unit_tokens(f1(change(ser.rho(g, x, patch))))
+        z = unit_tokens(ser.rho(g, f1(x)))
+        z_prime = unit_tokens(f1(ser.rho(g, x, patch)))
         if len(z) != len(z_prime):
             raise ValueError(f"the maps of f1 do not have the patch size {patch}")
 
@@ -521,17 +504,15 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
     for name, data in sets.items():
         text = f"{name}: {len(data)} images"
         if isinstance(data, DatasetFolder):
-            root = os.path.join(data.root, "")     # which ends with a slash
-            names = [path.removeprefix(root) for path, _ in data.samples]
+            names = [path.removeprefix(f"{data.root}/") for path, _ in data.samples]
             text += f" {ser.checksum(names)}"
         texts.append(text)
     return ", ".join(texts)
 
 
-def provenance(args: Namespace, checkpoint: Checkpoint, images: str) -> dict:
-    """What made a row or a head. The settings have all flags, so an evaluation with other
-    --workers has rows of its own. images: what `describe_sets` says of them."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": images}
+def provenance(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
+    """What made a row or a head. described: what `describe_sets` says of the images."""
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
 
 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
@@ -562,34 +543,25 @@ def read_results(path: Path) -> dict:
 
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
-             images: str) -> None:
+             described: str) -> None:
     """Add rows to the file of results, each with what made it. A row replaces an older one
     that differs from it in value alone."""
-    lock = open(path.with_suffix(".lock"), "w")
-    with suppress(OSError):     # some network file systems have no locks
-        fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
+    with open(path.with_suffix(".lock"), "w") as lock:
+        with suppress(OSError):     # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
 
-    results = read_results(path)
-    training = {"step": checkpoint.step, "settings": checkpoint.settings}
-    results["checkpoints"].setdefault(checkpoint.fingerprint, training)
+        results = read_results(path)
+        training = {"step": checkpoint.step, "settings": checkpoint.settings}
+        results["checkpoints"].setdefault(checkpoint.fingerprint, training)
 
-    for row in rows:
-        new = provenance(args, checkpoint, images) | row
-        others = [old for old in results["rows"] if row_key(old) != row_key(new)]
-        results["rows"] = [*others, new]
+        for row in rows:
+            new = provenance(args, checkpoint, described) | row
+            others = [old for old in results["rows"] if row_key(old) != row_key(new)]
+            results["rows"] = [*others, new]
 
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(results, indent=1))
-    unfinished.replace(path)
-    lock.close()     # which ends the lock
-
-
-def save_head(folder: Path, head: dict, args: Namespace, checkpoint: Checkpoint,
-              images: str) -> None:
-    """Write a head and what made it; a checksum of the latter is in the file's name."""
-    origin = provenance(args, checkpoint, images)
-    key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
-    ser.save(folder / f"head-{key}.pt", **head, **origin)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(results, indent=1))
+        unfinished.replace(path)
 
 
 def table_format(measure: str) -> tuple[str, int, int]:
@@ -680,12 +652,12 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
     rows = []
     for element, block in pairs:
         f1 = partial(map_after, encoder, block)
-        change = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
+        recolour = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
         values = {
             f"{element} cosine": cosine(f1, x, patch, element),
             f"{element} retrieval": retrieval(f1, x, patch, element),
-            f"{element} retrieval with jitter":     # `change` normalises after its jitter
-                retrieval(f1, images, patch, element, change)}
+            f"{element} retrieval with jitter":
+                retrieval(lambda x: f1(recolour(x)), images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -696,21 +668,20 @@ def evaluate(args: Namespace) -> list[dict]:
     checkpoint = read_checkpoint(args)
     path = results_path(args, "eval.json")
     read_results(path)     # a damaged file ends the evaluation here, not after hours
-    run = Namespace(**checkpoint.settings)
-    sets = load_sets(args, run.image_size)
+    sets = load_sets(args, checkpoint.encoder.image_size)
 
     # The motions and blocks for which equivariance is measured.
     pairs = []
     if args.equivariance:
-        pairs = list(product(ser.ELEMENTS, range(1, run.depth + 1)))
+        pairs = list(product(ser.ELEMENTS, range(1, checkpoint.encoder.depth + 1)))
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
-        pairs = [("rot90", max(1, run.cls_layer))]
+        pairs = [("rot90", max(1, checkpoint.encoder.cls_layer))]
 
     checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
     checkpoints["trained"] = checkpoint
 
     _, rank = ser.ranks_and_rank()
-    images = describe_sets({"train": sets.train_centre, **sets.tests})
+    described = describe_sets({"train": sets.train_centre, **sets.tests})
     rows = []
     for name, measured in checkpoints.items():
         encoder = measured.encoder.to(device)
@@ -725,9 +696,12 @@ def evaluate(args: Namespace) -> list[dict]:
         rows += own_rows
         if rank == 0:
             if saved_head and name == "trained":
-                save_head(path.parent, saved_head, args, measured, images)
+                # Its file's name has a checksum of what made it, so it replaces no other head.
+                made_by = provenance(args, measured, described)
+                checksum = ser.checksum([json.dumps(made_by)])
+                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **made_by)
             # The rows come last, as paper/experiments look for them to see if an evaluation ended.
-            add_rows(path, own_rows, args, measured, images)
+            add_rows(path, own_rows, args, measured, described)
 
     if rank == 0:
         print_table(rows)

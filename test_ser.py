@@ -1292,10 +1292,10 @@ def test_test_sets_are_matched_by_class_name_and_numbered_ones_by_place(
     for name in ("2/a.png", "10/a.png", "0/a.png"):
         write_image(tmp_path / name, pixels(3, 9, 9))
     given = (tmp_path, None, classes.split())
-    assert [label for _, label in eval_linear.class_folder(*given)] == wanted
+    assert [label for _, label in eval_linear.ClassFolder(*given)] == wanted
     assert ("taken for the labels" in capsys.readouterr().out) == ("a" in classes)
     (tmp_path / "0").rename(tmp_path / "1")     # numbers from 1 on, or a class that is none
-    assert ("label 0" in sentence(eval_linear.class_folder, *given)) == ("a" in classes)
+    assert "no class 1" in sentence(eval_linear.ClassFolder, *given)
 
 
 def plain_colours(images, generator):
@@ -1525,10 +1525,11 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
         args.val = str(val)
         assert told in sentence(eval_linear.load_sets, args, 16)
     (tmp_path / "train" / "class1").rename(tmp_path / "train" / ".class1")
-    data = eval_linear.class_folder(f"{tmp_path}/train/")     # with a slash at its end
+    data = eval_linear.ClassFolder(f"{tmp_path}/train/")     # with a slash at its end
     assert data.classes == ["class2"] and set(data.targets) == {0}
     (tmp_path / "train" / "class3").mkdir()
-    assert "below class3" in sentence(eval_linear.class_folder, tmp_path / "train")
+    with pytest.raises(FileNotFoundError, match="class3"):
+        eval_linear.ClassFolder(tmp_path / "train")
 
 
 @parametrize("flags, told", [("--checkpoint last.pt", "add --data"),

@@ -34,7 +34,7 @@ def choose_photos(data: str) -> list[str]:
     """The photograph `data` or, chosen before looking, the first ones of three classes."""
     if not Path(data).is_dir():
         return [data]
-    folder = eval_linear.class_folder(data, None)
+    folder = eval_linear.ClassFolder(data, None)
     return [folder.samples[folder.targets.index(label)][0] for label in range(3)]
 
 

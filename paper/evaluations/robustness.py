@@ -103,7 +103,7 @@ def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
                  args: Namespace) -> tuple[list[float], DatasetFolder]:
     """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head; and the
     images."""
-    images = eval_linear.class_folder(folder, transform, head.classes)
+    images = eval_linear.ClassFolder(folder, transform, head.classes)
     features, labels = eval_linear.extract(encoder, images, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
     return eval_linear.accuracy(head.linear(features), labels, all_classes), images

@@ -64,7 +64,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         encoder = checkpoint.encoder.to(device)
         size = encoder.image_size
         transform = v2.Resize((size, size)) if args.ready else eval_linear.eval_transform(size)
-        folder = eval_linear.class_folder(args.data, transform)
+        folder = eval_linear.ClassFolder(args.data, transform)
         data = sample_classes(folder, args.classes, args.seed)
 
         # Choice: features are the final LayerNorm of the last [CLS]; the paper does not say.

@@ -128,7 +128,7 @@ def evaluate(model: Model, args: Namespace) -> None:
     row = vars(args) | {
         "rot90 retrieval": eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8),
         "rot90 retrieval with jitter":
-            eval_linear.retrieval(model.f1, images / 255, patch=8, change=recolour)}
+            eval_linear.retrieval(lambda x: model.f1(recolour(x)), images / 255, patch=8)}
 
     encoder = eval_linear.results_path(args, "encoder.pt")
     if ser.ranks_and_rank()[1] == 0:

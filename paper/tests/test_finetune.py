@@ -93,7 +93,7 @@ def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
 
 def test_the_score_is_that_of_the_head_on_val(done):
     whole, _ = done
-    data = eval_linear.class_folder(whole.parent / "data/val", eval_linear.eval_transform(16))
+    data = eval_linear.ClassFolder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
     features, labels = eval_linear.extract(encoder, data, finetune.settings(QUICK.split()))
     head = weights_of(whole)

@@ -42,7 +42,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     turns = eval_linear.retrieval(model.f1, ser.normalise(val / 255), patch=8)
     assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
-    turns = eval_linear.retrieval(model.f1, val / 255, patch=8, change=recolour)
+    turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val / 255, patch=8)
     assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
     assert (row["weight"], row["epochs"]) == (0.1, 2)
     encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))

@@ -43,7 +43,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     class_folders(tmp_path / "data/val", per_class=7, size=24)
     flags = ["--data", f"{tmp_path}/data", "--checkpoint", path, "--epochs", "20", "--cache"]
     eval_linear.evaluate(eval_linear.parse([*flags, "--workers", "0"]))
-    val = eval_linear.class_folder(tmp_path / "data/val", eval_linear.eval_transform(16))
+    val = eval_linear.ClassFolder(tmp_path / "data/val", eval_linear.eval_transform(16))
     for number, (image, label) in enumerate(val):
         file = f"{CLASSES[label]}/{number}.png"
         write_image(tmp_path / "c/snow/1" / file, image)

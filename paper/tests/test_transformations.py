@@ -64,7 +64,7 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     spread = []
     for split, n in (("train", 16), ("val", 8)):
         class_folders(tmp_path / split, per_class=3, size=18, seed=n)
-        sets[split] = eval_linear.class_folder(tmp_path / split, eval_linear.eval_transform(16))
+        sets[split] = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
         spread.append(eval_linear.spread(sets[split], n))
 
     def sums(train, test, versions, seed):
