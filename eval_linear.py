@@ -326,7 +326,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
         heads.append(head)
         groups.append({"params": head.parameters(), "lr": lr * batch / 256})
     optimizer = torch.optim.SGD(groups, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, args.epochs * steps_per_epoch)
 
     _, rank = ser.ranks_and_rank()
@@ -347,7 +347,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
             optimizer.zero_grad()
             sum(losses).backward()     # each head has a loss of its own
             optimizer.step()
-            schedule.step()
+            scheduler.step()
 
         with torch.no_grad():
             # Choice: heads are compared among the classes that val has, which may be fewer.
@@ -427,8 +427,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     """How often a token of an image is nearest to its own place in the moved image, among the
     tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
 
-    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. If it does
-        not begin with a colour jitter, the mean colour of a patch finds almost every turned token.
+    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
+        should begin with a colour jitter, or the mean colour of a patch finds almost every turned
+        token.
     images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
         fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
@@ -439,8 +440,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # Of turns and flips, every image makes one here. `sample_geometry` lets some images stay
-        # as they are, in which all tokens would be found.
+        # The motions are g2 of `cosine`, but every image turns, or flips. `sample_geometry` lets
+        # some stay as they are, in which all tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
