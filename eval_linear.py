@@ -30,8 +30,6 @@ this one, whose settings are cut short here:
 also read those before it, up to three, that have [CLS]. The file eval.jsonl has a line for each
 epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
 evaluations from writing at once. A stopped evaluation begins anew.
-
-The code is best read from `evaluate`, in section 8.
 """
 import fcntl
 import hashlib
@@ -102,12 +100,27 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
     return args
 
 
+# ==== 2. Evaluation: a checkpoint in, rows and a table out ============================
 class Checkpoint(NamedTuple):
     """What an evaluation needs of a checkpoint, or of the start of its run."""
     encoder: ser.ViT    # in eval mode
     fingerprint: str    # of this encoder
     step: int
     settings: dict      # of the training
+
+
+class Sets(NamedTuple):
+    """The images of an evaluation."""
+    classes: Sequence[str]
+    train_centre: Dataset             # centre crops of the training images
+    train_random: Dataset | None      # random crops of them; None without --data
+    tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
+
+
+class Features(NamedTuple):
+    """What heads and 20-NN read of a set."""
+    x: Tensor     # (n, width), as `cls_features` makes them
+    y: Tensor     # (n,), labels
 
 
 def read_checkpoint(args: Namespace) -> Checkpoint:
@@ -135,15 +148,128 @@ def untrained(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
 
-# ==== 2. Images: pairs of an image, (3, S, S) uint8, and a label ======================
-class Sets(NamedTuple):
-    """The images of an evaluation."""
-    classes: Sequence[str]
-    train_centre: Dataset             # centre crops of the training images
-    train_random: Dataset | None      # random crops of them; None without --data
-    tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
+def evaluate(args: Namespace) -> list[dict]:
+    """Evaluate a checkpoint, write its rows and best linear head, and print a table."""
+    device = ser.setup()
+    checkpoint = read_checkpoint(args)
+    path = results_path(args, "eval.json")
+    read_results(path)     # a damaged file ends the evaluation here, not after hours
+    sets = load_sets(args, checkpoint.encoder.image_size)
+
+    # The motions and blocks for which equivariance is measured.
+    pairs = []
+    if args.equivariance:
+        pairs = list(product(ser.ELEMENTS, range(1, checkpoint.encoder.depth + 1)))
+    elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
+        pairs = [("rot90", max(1, checkpoint.encoder.cls_layer))]
+
+    checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
+    checkpoints["trained"] = checkpoint
+
+    _, rank = ser.ranks_and_rank()
+    described = describe_sets({"train": sets.train_centre, **sets.tests})
+    rows = []
+    for name, measured in checkpoints.items():
+        encoder = measured.encoder.to(device)
+        own_rows = []
+        saved_head = {}
+        if args.with_heads or args.knn:
+            own_rows, saved_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+        if pairs:
+            own_rows += equivariance_rows(encoder, sets.tests["val"], pairs)
+
+        own_rows = [row | {"encoder": name} for row in own_rows]
+        rows += own_rows
+        if rank == 0:
+            if saved_head and name == "trained":
+                # Its file's name has a checksum of what made it, so it replaces no other head.
+                made_by = provenance(args, measured, described)
+                checksum = ser.checksum([json.dumps(made_by)])
+                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **made_by)
+            # The rows come last, as paper/experiments look for them to see if an evaluation ended.
+            add_rows(path, own_rows, args, measured, described)
+
+    if rank == 0:
+        print_table(rows)
+        print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
+    return rows
 
 
+def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
+    """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
+    train = extract(encoder, sets.train_centre, args)
+    tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
+
+    head = None
+    saved_head = {}
+    if args.with_heads:
+        head, lr = train_heads(encoder, sets, train, tests["val"], args, log)
+        if not args.mlp:     # for paper/evaluations/robustness.py
+            saved_head = {
+                "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
+                "classes": list(sets.classes), "lr": lr}
+
+    # Choice: scores are among all classes, and also among those of the set if it has fewer, as
+    # the 200 of ImageNet-R, whose authors score it so.
+    rows = []
+    for name, test in tests.items():
+        all_classes = torch.arange(len(sets.classes)).to(test.y)
+        own_classes = test.y.unique()
+        choices = [all_classes]
+        if len(own_classes) < len(all_classes):
+            choices.append(own_classes)
+        for candidates in choices:
+            values = scores(head, train, test, candidates, encoder.dim)
+            rows += make_rows(values, name, len(candidates), encoder.depth)
+    return rows, saved_head
+
+
+def scores(head: nn.Sequential | None, train: Features, test: Features, candidates: Tensor,
+           dim: int) -> dict[str, float]:
+    """Percent that a head, if there is one, and 20-NN get right among `candidates`."""
+    x, y = test
+    values = {}
+    if head is not None:
+        kind = "linear" if len(head) == 1 else "mlp"
+        top1, top5 = accuracy(head(x), y, candidates)
+        values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
+
+    # Choice: 20-NN reads the last block alone, and has neighbours of `candidates` alone.
+    last = slice(-dim, None)
+    chosen = torch.isin(train.y, candidates)
+    values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
+    return values
+
+
+def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
+    """Rows for pairs of an element and a block. All ranks do the same."""
+    # Choice: 512 images. Of 33 to 511, those that do not fill a part are left out.
+    n = min(512, len(val))
+    if n > PART_SIZE:
+        n -= n % PART_SIZE
+
+    pixels = torch.stack([image for image, _ in spread(val, n)])
+    images = pixels.to(encoder.cls_token.device) / 255
+    x = ser.normalise(images)
+    patch = encoder.patch_size
+
+    rows = []
+    for element, block in pairs:
+        f1 = partial(map_after, encoder, block)
+        generator = ser.rng("jitter", element)
+
+        def f1_with_jitter(x: Tensor) -> Tensor:
+            return f1(recolour_and_normalise(x, generator))     # in other colours at each call
+
+        values = {
+            f"{element} cosine": cosine(f1, x, patch, element),
+            f"{element} retrieval": retrieval(f1, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(f1_with_jitter, images, patch, element)}
+        rows += make_rows(values, "val", None, block)
+    return rows
+
+
+# ==== 3. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
     # Choice: bicubic, while the random crops of `load_sets` are bilinear. Both are those of the
@@ -234,7 +360,7 @@ class Seeded(Dataset):
         return self.data[index]
 
 
-# ==== 3. Features of the frozen encoder ===============================================
+# ==== 4. Features of the frozen encoder ===============================================
 def has_bf16() -> bool:
     """Whether there is a GPU that has bfloat16."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -262,16 +388,10 @@ def cls_features(encoder: ser.ViT, images: Tensor) -> Tensor:
     return torch.cat(features, dim=1).float()
 
 
-class Features(NamedTuple):
-    """What heads and 20-NN read of a set."""
-    x: Tensor     # (n, width), as `cls_features` makes them
-    y: Tensor     # (n,), labels
-
-
 def extract(encoder: ser.ViT, data: Dataset, args: Namespace) -> Features:
     """The features of a set, on every rank."""
     ranks, rank = ser.ranks_and_rank()
-    own = torch.arange(rank, len(data), ranks)     # none, if there are fewer images than ranks
+    own = torch.arange(rank, len(data), ranks)     # none for some, if images are few
     size = max(1, args.batch_size // ranks)
     loader = DataLoader(data, size, sampler=own.tolist(), num_workers=args.workers)
 
@@ -290,7 +410,7 @@ def extract(encoder: ser.ViT, data: Dataset, args: Namespace) -> Features:
     return Features(features, labels)
 
 
-# ==== 4. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
+# ==== 5. Heads: every learning rate in one training (paper 4.1; MLP: 4.2) =============
 def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     """A linear head or a three-layer MLP: features (B, width) -> logits (B, classes)."""
     layers = []
@@ -378,7 +498,7 @@ def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float,
     return top1.item(), top5.item()
 
 
-# ==== 5. k-NN (paper 4.2) =============================================================
+# ==== 6. k-NN (paper 4.2) =============================================================
 def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
     """Top-1 in percent of test features (n, D), by a vote of the 20 nearest training
     features (m, D) with weights exp(s / .07), where s is the cosine similarity."""
@@ -397,7 +517,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
     return 100 * right / len(test)
 
 
-# ==== 6. Equivariance: do the tokens move as the image moves? (paper A.2) =============
+# ==== 7. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
 # `cosine` is A.2's score, and `retrieval` a measure of our own.
 PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for each
@@ -486,7 +606,7 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
     return h
 
 
-# ==== 7. Results: rows that say what made them ========================================
+# ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. An encoder is more than its
     weights, so "-2-3" at the end has its attention heads and where [CLS] enters."""
@@ -589,125 +709,6 @@ def print_table(rows: Sequence[dict]) -> None:
     print(f"{'':48}   untrained     trained")
     for title, values in table.items():
         print(f"{title:48}{values.get('untrained', '-'):>12}{values['trained']:>12}")
-
-
-# ==== 8. Evaluation: a checkpoint in, rows and a table out ============================
-def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
-    """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
-    train = extract(encoder, sets.train_centre, args)
-    tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
-
-    head = None
-    saved_head = {}
-    if args.with_heads:
-        head, lr = train_heads(encoder, sets, train, tests["val"], args, log)
-        if not args.mlp:     # for paper/evaluations/robustness.py
-            saved_head = {
-                "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
-                "classes": list(sets.classes), "lr": lr}
-
-    # Choice: scores are among all classes, and also among those of the set if it has fewer, as
-    # the 200 of ImageNet-R, whose authors score it so.
-    rows = []
-    for name, test in tests.items():
-        all_classes = torch.arange(len(sets.classes)).to(test.y)
-        own_classes = test.y.unique()
-        choices = [all_classes]
-        if len(own_classes) < len(all_classes):
-            choices.append(own_classes)
-        for candidates in choices:
-            values = scores(head, train, test, candidates, encoder.dim)
-            rows += make_rows(values, name, len(candidates), encoder.depth)
-    return rows, saved_head
-
-
-def scores(head: nn.Sequential | None, train: Features, test: Features, candidates: Tensor,
-           dim: int) -> dict[str, float]:
-    """Percent that a head, if there is one, and 20-NN get right among `candidates`."""
-    x, y = test
-    values = {}
-    if head is not None:
-        kind = "linear" if len(head) == 1 else "mlp"
-        top1, top5 = accuracy(head(x), y, candidates)
-        values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
-
-    # Choice: 20-NN reads the last block alone, and has neighbours of `candidates` alone.
-    last = slice(-dim, None)
-    chosen = torch.isin(train.y, candidates)
-    values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
-    return values
-
-
-def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
-    """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images. Of 33 to 511, those that do not fill a part are left out.
-    n = min(512, len(val))
-    if n > PART_SIZE:
-        n -= n % PART_SIZE
-
-    pixels = torch.stack([image for image, _ in spread(val, n)])
-    images = pixels.to(encoder.cls_token.device) / 255
-    x = ser.normalise(images)
-    patch = encoder.patch_size
-
-    rows = []
-    for element, block in pairs:
-        f1 = partial(map_after, encoder, block)
-        recolour = partial(recolour_and_normalise, generator=ser.rng("jitter", element))
-        values = {
-            f"{element} cosine": cosine(f1, x, patch, element),
-            f"{element} retrieval": retrieval(f1, x, patch, element),
-            f"{element} retrieval with jitter":
-                retrieval(lambda x: f1(recolour(x)), images, patch, element)}
-        rows += make_rows(values, "val", None, block)
-    return rows
-
-
-def evaluate(args: Namespace) -> list[dict]:
-    """Evaluate a checkpoint, write its rows and best linear head, and print a table."""
-    device = ser.setup()
-    checkpoint = read_checkpoint(args)
-    path = results_path(args, "eval.json")
-    read_results(path)     # a damaged file ends the evaluation here, not after hours
-    sets = load_sets(args, checkpoint.encoder.image_size)
-
-    # The motions and blocks for which equivariance is measured.
-    pairs = []
-    if args.equivariance:
-        pairs = list(product(ser.ELEMENTS, range(1, checkpoint.encoder.depth + 1)))
-    elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
-        pairs = [("rot90", max(1, checkpoint.encoder.cls_layer))]
-
-    checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
-    checkpoints["trained"] = checkpoint
-
-    _, rank = ser.ranks_and_rank()
-    described = describe_sets({"train": sets.train_centre, **sets.tests})
-    rows = []
-    for name, measured in checkpoints.items():
-        encoder = measured.encoder.to(device)
-        own_rows = []
-        saved_head = {}
-        if args.with_heads or args.knn:
-            own_rows, saved_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-        if pairs:
-            own_rows += equivariance_rows(encoder, sets.tests["val"], pairs)
-
-        own_rows = [row | {"encoder": name} for row in own_rows]
-        rows += own_rows
-        if rank == 0:
-            if saved_head and name == "trained":
-                # Its file's name has a checksum of what made it, so it replaces no other head.
-                made_by = provenance(args, measured, described)
-                checksum = ser.checksum([json.dumps(made_by)])
-                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **made_by)
-            # The rows come last, as paper/experiments look for them to see if an evaluation ended.
-            add_rows(path, own_rows, args, measured, described)
-
-    if rank == 0:
-        print_table(rows)
-        print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
-    return rows
 
 
 if __name__ == "__main__":

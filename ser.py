@@ -32,7 +32,7 @@ Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of M
 are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
 says otherwise.
 
-Comments have three tags:
+Comments and docstrings have three tags:
     Choice:             the paper leaves this open
     Choice, unlike X    here we depart from X, which the paper prescribes or keeps
     Paper:              the paper prescribes this, which may surprise
@@ -162,8 +162,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
-    # Both are resized to g.grid before one is taken. `contiguous` changes no value. Without it,
-    # maps that need no resize would lie transposed in memory, and later sums end in other digits.
+    # Both are resized to g.grid before one is taken. `contiguous` changes no value here, but the
+    # last digits of what is computed from a map depend on how it lies in memory.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -284,7 +284,7 @@ SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are
 
 
 class Policy(NamedTuple):
-    """What T and T_eq have of their own in one view. All else is given above."""
+    """What of T and T_eq can differ between views. All else is given above."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image; not for T_eq
     p_blur: float
@@ -399,7 +399,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
 
-        # Choice, unlike 4.1's MoCo-v3, for speed: all images of a view share this order.
+        # Choice, unlike 4.1's MoCo-v3, for speed: one order of colour operations for all images.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
@@ -419,6 +419,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
     return views
 
 
+# The photometric jitter of a whole batch. Nothing of it is new: it can be skipped, up to section 3.
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
@@ -702,16 +703,17 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     return patch_ntxent(z, z_prime, temperature)
 
 
-def equivariance_loss(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
-                      patch: int, shared: torch.Generator, temperature: float = 0.3,
-                      elements: tuple = ELEMENTS) -> Tensor:
-    """L_equiv for a training that is not ours; `SER` does not call this. It samples two motions
-    for each image, moves two copies of it, and compares the maps of `f1`. On several ranks,
-    gradients must be averaged, as DDP does.
+def equiv_of_images(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
+                    patch: int, shared: torch.Generator, temperature: float = 0.3,
+                    elements: tuple = ELEMENTS) -> Tensor:
+    """L_equiv for a training that is not ours; ours has `SER.equiv_of_views`. It samples two
+    motions for each image, moves two copies of it, and compares the maps of `f1`. On several
+    ranks, gradients must be averaged, as DDP does.
 
     images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
         colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: takes images of any size to maps (B, D, h / patch, w / patch); patch is in pixels.
+    f1: a module or function, from images of any size to maps (B, D, h / patch, w / patch).
+    patch: side of a patch, pixels.
     shared: a generator that has the same seed on all ranks, each of which has B images.
     elements: what moves the images; () is a control without motion."""
     grid = min(images1.shape[2:]) // patch
@@ -755,7 +757,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). Defaults are its authors'. L_equiv has its own projector."""
+    """MoCo-v3 (Chen et al. 2021). Its defaults are for a ViT-S. L_equiv has another projector."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -1064,7 +1066,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# `python ser.py` has the four defaults. Other methods bring functions of their own in their place:
+# `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
+# bring their own:
 #     build(args)                         a model with a `base` (section 5)
 #     make_dataset(source, args)          what `two_view_dataset` returns
 #     make_optimizer(model, args)         what `adamw` returns

@@ -550,7 +550,7 @@ RANK_RUN = dict(epochs=1.15, base_lr=8.0, equiv_layers=[1, 2], log_every=4, seed
 def pasted_loss(rank, ranks):
     copies = torch.rand(2, 4, 3, 16, 16, generator=seeded()).chunk(ranks, dim=1)[rank]
     f1 = shake(nn.Conv2d(3, 8, 4, 4))
-    return ser.equivariance_loss(f1, nn.Identity(), *copies, 4, seeded(4)).item()
+    return ser.equiv_of_images(f1, nn.Identity(), *copies, 4, seeded(4)).item()
 
 
 def rank_main(rank, ranks, out, folder):
@@ -796,7 +796,7 @@ def test_the_defaults_are_the_papers():
     base = ser.build(toy()).base
     assert (base.temperature, base.momentum) == (0.2, 0.99)
     assert {x.eps for x in base.encoder.modules() if isinstance(x, nn.LayerNorm)} == {1e-6}
-    for loss in (patch_ntxent, ser.equiv_of_maps, ser.equivariance_loss):
+    for loss in (patch_ntxent, ser.equiv_of_maps, ser.equiv_of_images):
         assert loss.__defaults__[0] == 0.3     # the temperature
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]
@@ -1577,7 +1577,7 @@ def test_the_loss_copied_to_other_trainings_is_that_of_two_moved_copies(elements
     aligned = slow_rho(ser.relative(g2, g1), f1(slow_rho(g1, images1, 4)))
     h2 = f1(slow_rho(g2, images2, 4))
     wanted = ser.patch_ntxent(*[project(h.flatten(2).mT) for h in (aligned, h2)], 0.7)
-    loss = copied["equivariance_loss"]
+    loss = copied["equiv_of_images"]
     found = loss(f1, project, images1, images2, 4, seeded(4), 0.7, elements)
     close(found, wanted)
     close(torch.autograd.grad(found, f1.weight)[0], torch.autograd.grad(wanted, f1.weight)[0])

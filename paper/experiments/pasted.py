@@ -1,4 +1,4 @@
-"""The loss in a training that is not ours: timm's ViT, SimCLR, and `equivariance_loss` of ser.py.
+"""The loss in a training that is not ours: timm's ViT, SimCLR, and `equiv_of_images` of ser.py.
 
     python -m paper.experiments.pasted --data imagenette-128 --weight 0.1
 
@@ -61,7 +61,7 @@ class Model(nn.Module):
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        equiv = ser.equivariance_loss(self.f1, self.project, images1, images2, 8, shared)
+        equiv = ser.equiv_of_images(self.f1, self.project, images1, images2, 8, shared)
         return inv, equiv
 
 

@@ -116,7 +116,7 @@ def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     x1, x2, *copies = noise(4, 5, 3, 64, 64)
     z1, z2 = [model.head(model.vit(x)) for x in (x1, x2)]
     inv = slow_info_nce(z1, z2, 0.2) + slow_info_nce(z2, z1, 0.2)
-    equiv = ser.equivariance_loss(model.f1, model.project, *copies, 8, seeded())
+    equiv = ser.equiv_of_images(model.f1, model.project, *copies, 8, seeded())
     close(model(x1, x2, *copies, seeded()), (inv, equiv))
 
 
