@@ -41,8 +41,8 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 
 def load_several(args: Namespace) -> list[Checkpoint]:
-    """The checkpoints of a comparison, by default those of `ENCODERS`. Results go beside the
-    first, and labels of others are their paths, if the command line does not say otherwise."""
+    """The checkpoints of a comparison, by default those of `ENCODERS`. It sets --out and --label,
+    if they are not given: results go beside the first one, and labels of others are their paths."""
     # With DATA/train/CLASS/, train and val would be taken for classes.
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
@@ -53,8 +53,8 @@ def load_several(args: Namespace) -> list[Checkpoint]:
         args.label = args.label or list(ENCODERS)
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
-    paths = [Namespace(checkpoint=path, data=args.data) for path in args.checkpoint]
-    return [eval_linear.read_checkpoint(path) for path in paths]
+    return [eval_linear.read_checkpoint(Namespace(checkpoint=path, data=args.data))
+            for path in args.checkpoint]
 
 
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:

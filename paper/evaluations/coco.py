@@ -102,8 +102,8 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     longest = round(args.size * 5 / 3)
 
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are padded
-    # to multiples of 4 patches, a cell of the coarsest map, as torchvision rounds down the distance
-    # of its anchors, side // cells.
+    # to multiples of 4 patches, which are a cell of the coarsest map. Otherwise anchors would lie
+    # beside their cells, as torchvision spaces them by side // cells, rounded down.
     return FasterRCNN(Pyramid(encoder), classes, args.size, longest,
                       rpn_anchor_generator=anchors, size_divisible=4 * encoder.patch_size)
 

@@ -8,6 +8,7 @@ of each of the first three classes, or for one photograph that --data names. A r
 photograph, a rotated and recoloured copy, and for each checkpoint what it finds of this copy,
 where other patches fade to white.
 """
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -64,11 +65,14 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     runs = load_several(args)
     # The block that L_equiv regularised in SER's run, before its projector; the same of others.
     layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
-    sizes = {(run.settings["image_size"], run.settings["patch_size"]) for run in runs}
-    # A ValueError if no --layer is given and the runs have L_equiv after no block or several, or
-    # if their images or patches are of several sizes.
-    (layer,) = [args.layer] if args.layer else layers
-    ((size, _),) = sizes
+    if not args.layer and len(layers) != 1:
+        sys.exit(f"--layer: should be given, as L_equiv is after blocks {sorted(layers)}")
+    layer = args.layer or layers.pop()
+
+    sizes = {(run.encoder.image_size, run.encoder.patch_size) for run in runs}
+    if len(sizes) > 1:
+        sys.exit(f"--checkpoint: images and patches are of several sizes, {sorted(sizes)}")
+    size = runs[0].encoder.image_size
 
     photos = choose_photos(args.data)
     columns = 2 + len(runs)

@@ -213,8 +213,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     if rank == 0:
         print(table(args.kind, results, len(head.classes)))
-        if len(sets_of) > 1:
-            print(f"Sets have other images. Were all unpacked? They are: {sets_of}")
+        print(f"images of the sets, which should be alike: {sets_of}")
         print(f"scored by {head.path}; results are in {path}")
 
 

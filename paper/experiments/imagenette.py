@@ -6,8 +6,8 @@
 
 The first line runs all, on the copies that paper/README.md makes. The second prints its command
 lines, the third tables of given rows, which --figure draws. Rate and crop were chosen by the
-accuracy of MoCo-v3 alone. 16 of 128 images are in b2, and 20 in the paper, as their number, not
-their share, says with how many images a token is compared. Flags of ser.py go to all runs.
+accuracy of MoCo-v3 alone. 16 of 128 images are in b2, a larger share than in the paper, as a token
+is told from those of as many images there, about 20 of 2048. Flags of ser.py go to all runs.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """

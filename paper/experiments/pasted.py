@@ -94,7 +94,7 @@ def train(args: Namespace) -> Model:
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    # A run goes on with as many workers, which its crops depend on; `resume` ignores `workers`.
+    # Crops depend on the number of workers, but `resume` lets `workers` differ: a second name.
     vars(args).update(ranks=ranks, loaders=args.workers, names_checksum=ser.find_images(args)[1])
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
     start = ser.resume(last, vars(args), model, optimizer)
@@ -126,6 +126,7 @@ def evaluate(model: Model, args: Namespace) -> None:
     images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
     row = vars(args) | {
+        "val": eval_linear.describe_sets({"every eighth of val": val}),
         "rot90 retrieval": eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8),
         "rot90 retrieval with jitter":
             eval_linear.retrieval(lambda x: model.f1(recolour(x)), images / 255, patch=8)}

@@ -8,7 +8,7 @@ ser.train, so eval_linear.py reads their checkpoints as those of ser.py. There i
     L_eq  = the method's own loss on f_1, f_2, ...
     loss  = L_inv + weight * L_eq
 
-The paper's table "layer decoupling" moves EquiMod and AugSelf to layer 3 (`--layer 3`).
+The table "layer decoupling" moves EquiMod and AugSelf to layer 3 (`--layer 3`), not STL and E-SSL.
 """
 import sys
 from argparse import ArgumentParser, Namespace
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ser
 from ser import Policy, View, count, share
 
-# [CLS] enters at once, for block 3 to have one. The release's has a position embedding, too.
+# [CLS] enters at once, as L_eq may read that of block 3. In the release it has a position, too.
 PLAIN = dict(ratio=0.0, cls_layer=0)
 SMALL = ser.SMALL | PLAIN     # for synthetic images
 

@@ -22,8 +22,8 @@ In AugSelf's own MoCo-v2, f_2 comes from the momentum branch and carries no grad
 features are online, as in its SimSiam and in the release.
 
 The release's AugSelf is in its branch augself, at 0bcab6c. There, as here, two heads make 44.2 M.
-With one, which dbe5e93 builds and does not train, it is the 43.7 M of Table 1. The branch's weight
-is 0.5 at layer 12. At layer 3 it tries 0.5, 0.3, 0.1 and 0.03, and 68.23 may be of any.
+The 43.7 M of Table 1 are with the one head, of 256 outputs, that dbe5e93 builds and cannot train.
+The branch's weight is 0.5 at layer 12, and 0.5, 0.3, 0.1 or 0.03 at layer 3. The paper names none.
 """
 from argparse import Namespace
 

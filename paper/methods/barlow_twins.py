@@ -37,12 +37,13 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     """ser.py's. Before a step, as in the release, each parameter's gradient is clipped at 0.3.
-    Here that is the gradient of K (L_inv + lambda L_equiv), as L_inv is divided by K."""
+    Here that is the gradient of K (L_inv + lambda L_equiv), as L_inv is divided by K. In the
+    release, that of L_inv is R times smaller, so that there lambda weighs R times as much."""
     adamw = ser.adamw(model, args)
 
     def clip(adamw: Optimizer, *_: object) -> None:
         for p in adamw.param_groups[0]["params"]:
-            p.grad.mul_(args.hidden)     # K; in the release, that of L_inv is R times smaller
+            p.grad.mul_(args.hidden)     # K
             nn.utils.clip_grad_norm_(p, 0.3)
 
     adamw.register_step_pre_hook(clip)

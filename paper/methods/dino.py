@@ -65,8 +65,8 @@ def half_cosine(start: float, end: float, progress: float) -> float:
 
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """AdamW on three groups: matrices, [CLS] and positions; vectors (biases and norms), which do
-    not decay; the head's last layer. Before a step, each gradient is clipped on its own."""
+    """AdamW on three groups. Biases and norms do not decay, and the head's last layer is frozen at
+    first. All else, with positions, is called matrices. Each gradient is clipped on its own."""
     matrices = []
     vectors = []
     last = list(model.base.head.last.parameters())
@@ -74,7 +74,7 @@ def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
         if p.requires_grad and not name.startswith("base.head.last."):
             group = matrices if p.dim() > 1 else vectors
             group.append(p)
-    # `schedule` sets the rates and the weight decays before every step.
+    # `schedule` sets rates, weight decays and `frozen` before every step.
     adamw = AdamW([{"params": matrices}, {"params": vectors}, {"params": last}], fused=True)
 
     def clip_and_freeze(adamw: Optimizer, *_: object) -> None:
@@ -100,7 +100,7 @@ def schedule(adamw: Optimizer, args: Namespace, epoch: float) -> None:
 
 
 def add_stochastic_depth(encoder: ser.ViT, most: float) -> None:
-    """Huang et al. 2016: in training, each branch, attention and MLP, is left out for an image with
+    """Huang et al. 2016: in training, a branch (attention, MLP) is left out for an image with
     probability p, from 0 in block 1 to `most` in the last; elsewhere it is divided by 1 - p."""
     def drop_branch(p: float, layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
         return stochastic_depth(branch, p, "row", layer.training)

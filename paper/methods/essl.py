@@ -3,7 +3,6 @@
     Table 1               M     IN-1k          Sketch         V2             R
     MoCo-v3, 2 views      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08
     + E-SSL, 2+4 views    43.3  70.6  / 89.85  19.23 / 34.77  58.33 / 80.93  19.86 / 32.36
-    The paper does not decouple E-SSL; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
     x_k = one crop of 96 x 96 pixels after k counter-clockwise quarter turns, k = 0, 1, 2, 3
     logits_k = head(f of x_k)
@@ -16,8 +15,8 @@
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
-it is E-SSL, as the row is named. E-SSL's own weight is 0.4 with SimCLR. Here that is 0.4 x 0.8 / 2
-= 0.16, as MoCo-v3's loss has a factor 4 tau = 0.8, and half the gradient, through queries alone.
+it is E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR. Beside MoCo-v3 it would
+be 0.4 x 0.8 / 2 = 0.16: that loss has a factor 4 tau = 0.8, and half a gradient, as keys have none.
 """
 import sys
 from argparse import Namespace

@@ -37,9 +37,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).policies
-    # Choice: in b2, a view has its jitter of b1, and a local view is the whole image at the
-    # local size, moved by a g of its own, as 3.2 says of all views. The release jitters all
-    # six views of b2 by the local recipe, and moves crops (builder/moco.py:134-136).
+    # Choice: in b2, the local views are whole images, too, at the local size, each moved by a g of
+    # its own. All six are jittered as the same view of b1. The release moves crops there, and
+    # jitters all six as local ones (builder/moco.py:134-136).
     # Choice: blur is as likely as in DINO, but of .04 to .86 pixels, not .1 to 2; gray is DINO's.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)

@@ -11,13 +11,14 @@ The paper has no SimCLR. A base method is a module, to whose loss SER adds L_equ
     base.update(p)       called before every step, with p = steps done / all steps: a teacher
                          would move here
 
-All of the encoder is trained here. B counts the images of one rank, b1 first, then b2, and
-gradients are averaged over ranks. So a loss that compares images takes those of all ranks by
-`ser.gather`, as `ser.info_nce` does. It should compute in fp32, as `ser.train` may run it under
-autocast. Each parameter that has requires_grad must get a gradient. Buffers, such as queues,
-must be alike on all ranks, as DDP copies those of rank 0: fill them by `ser.gather`. A
-teacher's [CLS] is `ser.encode_view(teacher, view)[0]`. An optimizer and a schedule of your own:
-dino.py. Other views: equimod.py. Flags are ser.py's; --moco-hidden has no effect.
+B counts the images of one rank, b1 first, then b2. What a method has to do:
+    * A loss that compares images takes those of all ranks by `ser.gather`, as `ser.info_nce` does.
+    * It computes in fp32, as `ser.train` may run it under autocast. DDP averages gradients.
+    * Each parameter that has requires_grad gets a gradient.
+    * A teacher's [CLS] is `ser.encode_view(teacher, view)[0]`.
+    * A queue is a buffer that is filled by `ser.gather`, as DDP copies buffers of rank 0.
+dino.py has an optimizer and a schedule of its own, equimod.py other views. Here all of the encoder
+is trained, and --moco-hidden has no effect.
 """
 from argparse import Namespace
 

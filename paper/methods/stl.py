@@ -3,7 +3,6 @@
     Table 1      M     IN-1k          Sketch         V2             R              3DIE
     MoCo-v3      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08  68.43 / 91.96
     + STL        62.2  65.49 / 85.91  15.40 / 28.96  55.43 / 78.02  17.22 / 28.49  -
-    The paper does not decouple STL; `--layer 3` does it as it is done to AugSelf and EquiMod.
 
     Images 2i and 2i + 1 are partners: in each view, both have the same crop, colour jitter and
     grayscale. `read`, `hyper`, `embed` and `embed_code` are networks.
@@ -67,8 +66,8 @@ def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
-    # Choice: keys have no gradient, as in the release and in MoCo-v3's L_inv. With one, that of
-    # L_eq would be twice as large beside that of L_inv as in STL's own code.
+    # Choice: keys have no gradient, as in the release and in MoCo-v3's L_inv. In STL's own code,
+    # keys of both losses have one. If they had it in L_eq alone, L_eq would weigh twice as much.
     forth = ser.info_nce(a, b.detach(), temperature)
     return forth + ser.info_nce(b, a.detach(), temperature)
 

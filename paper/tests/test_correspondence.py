@@ -7,7 +7,7 @@ import ser
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import copies, found
 from paper.tests.toys import call, class_folders, toy_checkpoint
-from test_ser import close, noise, pixels, write_image
+from test_ser import close, noise, pixels, sentence, write_image
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
@@ -71,7 +71,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
-    for changes in (dict(equiv_layers=[3]), dict(equiv_layers=[2], image_size=20)):
+    for changes, told in ((dict(equiv_layers=[3]), "--layer"),
+                          (dict(equiv_layers=[2], image_size=20), "several sizes")):
         other = toy_checkpoint(tmp_path / "other", **changes)
-        with pytest.raises(ValueError, match="too many values to unpack"):
-            call(correspondence, f"--data {val} --checkpoint {ours} {other}")
+        assert told in sentence(call, correspondence, f"--data {val} --checkpoint {ours} {other}")
