@@ -285,7 +285,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         root = str(Path(root))     # without a slash at its end
         if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; --val names the validation images")
+            sys.exit(f"{root} is no folder of class folders; eval_linear.py has --val for val")
 
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)

@@ -545,7 +545,7 @@ class ViT(nn.Module):
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
-        self.image_size = image_size     # for paper/evaluations
+        self.image_size = image_size     # for evaluations
         self.patch_size = patch_size
         self.dim = dim
         self.depth = depth
@@ -873,8 +873,8 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(
         formatter_class=ArgumentDefaultsHelpFormatter,
-        description="Without --data, other defaults hold: see SMALL in ser.py, or `small` in "
-        "the script of another method.")
+        description="Without --data, other defaults hold: see SMALL in ser.py, or "
+        "`settings` in the script of another method.")
 
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
@@ -1051,7 +1051,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         return 0
 
     # Folders may have moved with the same images, and a run may move to another device with the
-    # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
+    # same --bf16. Here workers, and steps between logs or saves, change no result.
     may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
     saved = state["settings"]
     differ = [
@@ -1153,7 +1153,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     # DATA/train, unless DATA is itself called train, as a folder train in it is then a class.
     root = Path(args.data)
-    if root.name != "train" and (root / "train").is_dir():
+    if root.absolute().name != "train" and (root / "train").is_dir():
         root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.

@@ -1026,7 +1026,7 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 
 
 # ==== 9. Around it: data ================================================================
-def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
+def test_any_tree_of_images_is_a_data_set(folder, tmp_path, monkeypatch):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path))     # which is empty
     root = tmp_path / "images[1]"
     for name in ("b/latest/val.JPEG", "b/a.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
@@ -1039,7 +1039,10 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path):
     shutil.copytree(folder, root / "train")
     for name in ("train", "test"):     # which may be classes
         shutil.copytree(folder, root / "train" / name)
-    assert same(*[ser.find_images(toy(data)) for data in (root, root / "train")])
+    wanted = ser.find_images(toy(root))
+    assert ser.find_images(toy(root / "train")) == wanted
+    monkeypatch.chdir(root / "train")
+    assert ser.find_images(toy("."))[1] == wanted[1]     # of the same names
 
 
 @parametrize("mode, form", [

@@ -80,8 +80,8 @@ class Pyramid(nn.Module):
         # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
         # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
         with eval_linear.autocast(images):
-            # Choice: the map of the last block alone, after the encoder's last LayerNorm. In
-            # training, tokens attend to the padding between an image and the batch's largest.
+            # Choice: the map of the last block alone, after the encoder's last LayerNorm.
+            # Tokens attend to the padding of an image to the size of the batch.
             x = eval_linear.map_after(self.encoder, self.encoder.depth, images)
             maps = {str(place): level(x).float() for place, level in enumerate(self.levels)}
 

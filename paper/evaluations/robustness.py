@@ -153,7 +153,7 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
             folders[name] = folder
 
     if not folders:
-        sys.exit(f"there is no set of {kind} at {root}, not even {SETS[kind][0]}")
+        sys.exit(f"there is no set of {kind} at {root}")
     return folders
 
 

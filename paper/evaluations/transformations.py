@@ -74,8 +74,8 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
     y = torch.arange(len(versions), device=x.device).repeat(len(z))
     n_train = len(versions) * len(train)     # rows of train, in front of those of test
 
-    # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3; 10 epochs
-    # of some images, where they have 50 epochs (300 in their README) of all.
+    # Choice: Garrido et al.'s probe, two hidden layers of 1024, and their Adam at 1e-3. Unlike
+    # A.2, which follows them: 10 epochs of some images, not 50 (300 in their README) of all.
     torch.manual_seed(seed)
     mlp = eval_linear.make_head(x.shape[1], len(versions), mlp=True).to(x.device)
     optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)

@@ -41,7 +41,7 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure with bars for each run: patches found after the first and last block; accuracies."""
+    """A figure with bars for each run: patches found after two blocks, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})

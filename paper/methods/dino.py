@@ -14,8 +14,8 @@ are those of Caron et al. 2021:
     L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2                 (Algorithm 1)
     c     <- m c + (1 - m) mean of g_t(x)     the center, over images and views    (Eq. 4)
 
-What the paper leaves open is as in its authors' script for DINO + SER (`release`, with two
-views), or else as in Caron et al.'s code (`DINO`).
+Choice, unlike 4.1, which keeps DINO's settings: those of the authors' script for DINO + SER
+(`release`, with two views), and where it has none, those of Caron et al.'s code (`DINO`).
 """
 import copy
 import math

@@ -52,7 +52,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
 
 def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     class_folders(tmp_path / "train")
-    assert "--val names" in sentence(train, tmp_path, 0.1)     # before the work
+    assert "--val" in sentence(train, tmp_path, 0.1)     # before the work
     class_folders(tmp_path / "val")
     seen = []     # epoch and weight decay of each step
     monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
