@@ -25,7 +25,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = ser.arguments()
     # Choice: lambda 0.5, the paper's best with MoCo-v3. The release's published command has
     # 1.0 (and a temperature of 0.4); it evaluates runs with 0.5 and 1.0 (config/eval.yaml).
-    # Choice, unlike 4.1: rate and decay of the release. AdamW is 4.1's, where the authors have LARS.
+    # Choice, unlike 4.1: rate and decay of the release. AdamW is 4.1's; the authors have LARS.
     parser.set_defaults(out="runs/barlow", weight=0.5, base_lr=1e-4, weight_decay=0.1)
     parser.epilog = "--moco-hidden has no effect."
     add = parser.add_argument

@@ -40,7 +40,7 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     # Choice: in b2, the local views are whole images, too, at the local size, each moved by a g of
     # its own. All six are jittered as the same view of b1. The release moves crops there, and
     # jitters all six as local ones (builder/moco.py:134-136).
-    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2, and its gray; the release has none.
+    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release has no gray here.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 
