@@ -56,10 +56,10 @@ def test_the_split_is_that_of_the_list(args):
     assert drawn == set(listed(["02747177/a"], range(50)))
 
 
-def test_the_command(args, tmp_path):
+def test_the_heads_are_scored_beside_the_papers_rows(args, tmp_path, capsys):
     line = f"--data {args.data} --split {args.split} --epochs 40 --batch-size 8 --checkpoint"
     call(bench3die, line, toy_checkpoint(tmp_path, dim=64))
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
+    assert "70.17   92.78" in capsys.readouterr().out     # the paper's SER
     row, *_ = eval_linear.read_results(tmp_path / "bench3die.json")["rows"]
-    split = ser.checksum(sorted(numpy.load(args.split).tolist()))
-    assert row["images"].endswith(f", split {split}")
+    assert row["images"].split()[-1] == ser.checksum(sorted(numpy.load(args.split).tolist()))

@@ -51,7 +51,7 @@ def test_a_patch_size_that_torchvision_would_round_is_refused():
     assert "patch size is 14" in sentence(coco.detector, ser.Namespace(patch_size=14), 3, None)
 
 
-def test_a_small_detector_finds_squares(tmp_path):
+def test_a_small_detector_finds_squares(tmp_path, capsys):
     path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
     objects = []
     for i in range(140):
@@ -62,6 +62,7 @@ def test_a_small_detector_finds_squares(tmp_path):
     line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 2"
     call(coco, line, "--base-lr 3e-3")
 
+    assert "0.242   0.428   0.244" in capsys.readouterr().out     # the paper's SER
     found = values(tmp_path / "coco.json", set="val2017", classes=2, ranks=1)
     assert found["AP50"] == pytest.approx(2 / 3, abs=0.06)
     row, *_ = eval_linear.read_results(tmp_path / "coco.json")["rows"]

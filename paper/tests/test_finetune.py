@@ -104,7 +104,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
     assert (whole / "finetune.json").read_text().count("train: 18 images") == 2     # in both rows
 
 
-def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypatch):
+def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypatch, capsys):
     whole, line = done
     load = eval_linear.load_sets
     monkeypatch.setattr(eval_linear, "load_sets", lambda *a: load(*a)._replace(train_centre=None))
@@ -112,6 +112,7 @@ def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypa
     moved = shutil.copytree(whole.parent / "data", tmp_path / "moved")
     line = f"{line} --out {tmp_path}/out --data {moved}"
     call(finetune, line)
+    assert "74.33  top-5  91.79" in capsys.readouterr().out     # the paper's SER
     assert same(weights_of(tmp_path / "out"), weights_of(whole))
 
     (moved / "train/n00/000.png").rename(moved / "train/n00/other.png")
@@ -143,5 +144,4 @@ def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
         batch_size=9, seed=4, out="O", data="D", workers=1, save_every=2), *given)
     assert own == dict(any_batch_size=9, any_seed=4, any_checkpoint="weights", any_ranks=3,
                        any_images=9, any_checksum_of_names=ser.checksum("123456789"),
-                       any_bf16=eval_linear.has_bf16(),
-                       data="D")
+                       any_bf16=eval_linear.has_bf16(), data="D")

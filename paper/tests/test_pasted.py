@@ -44,7 +44,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
     turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val / 255, patch=8)
     assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
-    assert (row["weight"], row["epochs"]) == (0.1, 2)
+    assert (row["weight"], row["epochs"]) == (0.1, 2) and ": 15 images " in row["val"]
     encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))
     assert row["weights"] == eval_linear.fingerprint(encoder)
     torch.testing.assert_close(encoder(val / 255).cls, model.vit(val / 255))

@@ -57,8 +57,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
-    assert "   69.51    0 in b2  -m paper.methods.equimod" in told
-    assert "   69    2 in b2  ser.py" in told
+    assert "   69.51    0 in b2  -m paper.methods." in told and "   69    2 in b2  ser.py" in told
     assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
@@ -137,6 +136,5 @@ def test_the_table_has_means_and_differences_within_a_seed():
         row = dict(run=run, seed=seed, measure="20-NN top-1 %", block=6, value=value)
         rows += [row | ({"read by heads": 4} if run == "a" else {}), row | {"value": 0}]
     assert sweep.table(rows, "b").splitlines()[2:] == [
-        "| seeds | 0 1 | 0 1 |",
-        "| blocks read by heads | 4 | - |",
+        "| seeds | 0 1 | 0 1 |", "| blocks read by heads | 4 | - |",
         "| 20-NN top-1 %, block 6 | 50.0 ± 1.4 (-1.0 ± 0.0) | 51.0 ± 1.4 (0.0 ± 0.0) |"]

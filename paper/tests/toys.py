@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import eval_linear
 import ser
 from test_ser import pixels, write_checkpoint, write_image
 
@@ -59,8 +60,11 @@ def become_rank(monkeypatch, rank):
 
 
 def values(path, **keys):
-    """measure -> value, of the rows of a results file with these keys."""
+    """measure -> value, of the rows of a results file with these keys. All name their weights."""
     rows = json.loads(Path(path).read_text())["rows"]
+    for row in rows:
+        encoder = ser.load_encoder(row["settings"]["checkpoint"])
+        assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
     return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
 
 
