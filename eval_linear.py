@@ -151,26 +151,26 @@ def untrained(checkpoint: Checkpoint) -> Checkpoint:
 def evaluate(args: Namespace) -> list[dict]:
     """Evaluate a checkpoint, write its rows and best linear head, and print a table."""
     device = ser.setup()
-    checkpoint = read_checkpoint(args)
+    trained = read_checkpoint(args)
     path = results_path(args, "eval.json")
     read_results(path)     # a damaged file ends the evaluation here, not after hours
-    sets = load_sets(args, checkpoint.encoder.image_size)
+    sets = load_sets(args, trained.encoder.image_size)
 
     # The motions and blocks for which equivariance is measured.
     pairs = []
     if args.equivariance:
-        pairs = list(product(ser.ELEMENTS, range(1, checkpoint.encoder.depth + 1)))
+        pairs = list(product(ser.ELEMENTS, range(1, trained.encoder.depth + 1)))
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
-        pairs = [("rot90", max(1, checkpoint.encoder.cls_layer))]
+        pairs = [("rot90", max(1, trained.encoder.cls_layer))]
 
-    checkpoints = {"untrained": untrained(checkpoint)} if pairs else {}
-    checkpoints["trained"] = checkpoint
+    checkpoints = {"untrained": untrained(trained)} if pairs else {}
+    checkpoints["trained"] = trained
 
     _, rank = ser.ranks_and_rank()
-    described = describe_sets({"train": sets.train_centre, **sets.tests})
+    sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
     rows = []
-    for name, measured in checkpoints.items():
-        encoder = measured.encoder.to(device)
+    for name, checkpoint in checkpoints.items():
+        encoder = checkpoint.encoder.to(device)
         own_rows = []
         saved_head = {}
         if args.with_heads or args.knn:
@@ -183,15 +183,15 @@ def evaluate(args: Namespace) -> list[dict]:
         if rank == 0:
             if saved_head and name == "trained":
                 # Its file's name has a checksum of what made it, so it replaces no other head.
-                made_by = provenance(args, measured, described)
-                checksum = ser.checksum([json.dumps(made_by)])
-                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **made_by)
+                origin = provenance(args, checkpoint, sets_text)
+                checksum = ser.checksum([json.dumps(origin)])
+                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **origin)
             # The rows come last, as paper/experiments look for them to see if an evaluation ended.
-            add_rows(path, own_rows, args, measured, described)
+            add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
         print_table(rows)
-        print(f"{args.checkpoint}, step {checkpoint.step}; results are in {path}")
+        print(f"{args.checkpoint}, step {trained.step}; results are in {path}")
     return rows
 
 
@@ -243,7 +243,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
 
 def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
     """Rows for pairs of an element and a block. All ranks do the same."""
-    # Choice: 512 images. Of 33 to 511, those that do not fill a part are left out.
+    # Choice: 512 images. `retrieval` compares 32 at a time, so a last, smaller part is left out.
     n = min(512, len(val))
     if n > PART_SIZE:
         n -= n % PART_SIZE
@@ -255,16 +255,16 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
-        f1 = partial(map_after, encoder, block)
+        map_of = partial(map_after, encoder, block)
         generator = ser.rng("jitter", element)
 
-        def f1_with_jitter(x: Tensor) -> Tensor:
-            return f1(recolour_and_normalise(x, generator))     # in other colours at each call
+        def map_with_jitter(x: Tensor) -> Tensor:
+            return map_of(recolour_and_normalise(x, generator))     # in other colours at each call
 
         values = {
-            f"{element} cosine": cosine(f1, x, patch, element),
-            f"{element} retrieval": retrieval(f1, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(f1_with_jitter, images, patch, element)}
+            f"{element} cosine": cosine(map_of, x, patch, element),
+            f"{element} retrieval": retrieval(map_of, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(map_with_jitter, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -528,8 +528,7 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
     from two motions, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2, whose g = g2 g1^-1 has the scalings of both: that of g2 alone, as x is
-    # not scaled by g1.
+    # Choice, unlike A.2, where g1 has scaled x: the scaling of g2 alone, from the image's own size.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -631,9 +630,9 @@ def describe_sets(sets: dict[str, Dataset]) -> str:
     return ", ".join(texts)
 
 
-def provenance(args: Namespace, checkpoint: Checkpoint, described: str) -> dict:
-    """What made a row or a head. described: what `describe_sets` says of the images."""
-    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": described}
+def provenance(args: Namespace, checkpoint: Checkpoint, sets_text: str) -> dict:
+    """What made a row or a head. sets_text: what `describe_sets` says of the images."""
+    return {"weights": checkpoint.fingerprint, "settings": vars(args), "images": sets_text}
 
 
 def make_rows(values: dict, name: str, classes: int | None, block: int) -> list[dict]:
@@ -664,7 +663,7 @@ def read_results(path: Path) -> dict:
 
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
-             described: str) -> None:
+             sets_text: str) -> None:
     """Add rows to the file of results, each with what made it. A row replaces an older one
     that differs from it in value alone."""
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -676,7 +675,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
         results["checkpoints"].setdefault(checkpoint.fingerprint, training)
 
         for row in rows:
-            new = provenance(args, checkpoint, described) | row
+            new = provenance(args, checkpoint, sets_text) | row
             others = [old for old in results["rows"] if row_key(old) != row_key(new)]
             results["rows"] = [*others, new]
 

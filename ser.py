@@ -28,9 +28,9 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 keeps the settings of MoCo-v3. They
-are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
-says otherwise.
+Numbers such as (3.1) are sections of the paper. Its 4.1 names batch and epochs, and keeps the
+other settings of MoCo-v3. These are taken from MoCo-v3's code and the ViT-S commands of its
+CONFIG.md, except where a comment says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
@@ -88,7 +88,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
 
 
 class Geometry(NamedTuple):
-    """The motions g of a view: for each image a flip, then quarter turns, then a scaling."""
+    """The motions g of a view: a flip, then quarter turns, then a scaling."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -139,7 +139,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
-    # Choice, unlike 4.1's MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
+    # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -162,8 +162,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
-    # Both are resized to g.grid before one is taken. `contiguous` changes no value here, but the
-    # last digits of what is computed from a map depend on how it lies in memory.
+    # Both are resized to g.grid before one is taken. `contiguous` changes no value. It keeps maps
+    # in one order in memory, without which losses differ from older runs' in the last digit.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -270,8 +270,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR            the same                            make_views
 #     solarization       P_SOLARIZE        the same                            make_views
 #
-# The last four are the photometric jitter. `make_views` does it on the device, where it is much
-# faster. `sample_view`, in the loader, has sampled all but the order of the colour operations.
+# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it is,
+# and `make_views` does it on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -284,7 +284,7 @@ SOLARIZE_FROM = 128 / 255      # of values in [0, 1], those from this one on are
 
 
 class Policy(NamedTuple):
-    """What of T and T_eq can differ between views. All else is given above."""
+    """What may differ from view to view; paper/methods/multicrop.py has other sizes and areas."""
     size: int                       # side of the view, pixels
     area: tuple[float, float]       # of a crop, share of the image; not for T_eq
     p_blur: float
@@ -399,7 +399,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
 
-        # Choice, unlike 4.1's MoCo-v3, for speed: one order of colour operations for all images.
+        # Choice, unlike MoCo-v3, for speed: one order of colour operations for all images.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
@@ -424,7 +424,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
-    # Choice, unlike 4.1's MoCo-v3, which jitters bytes: floats.
+    # Choice, unlike MoCo-v3, which jitters bytes: floats.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
@@ -469,7 +469,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike 4.1's MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
     B, _, h, w = x.shape
 
     # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
@@ -535,7 +535,7 @@ class Encoded(NamedTuple):
     """What the encoder makes of images. Choice: only `cls` passes the final LayerNorm."""
     cls: Tensor                  # (B, D), the final [CLS] after the final LayerNorm
     maps: dict[int, Tensor]      # layer -> (B, D, H, W), patch tokens after that block
-    cls_at: dict[int, Tensor]    # layer -> (B, D), [CLS] there, for evaluations and paper/
+    cls_at: dict[int, Tensor]    # layer of f2 -> (B, D), [CLS] there, for evaluations and paper/
 
 
 class ViT(nn.Module):
@@ -572,7 +572,7 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w); keep maps and [CLS] after blocks `layers`, from 1 on."""
+        """Encode (B, 3, h, w); keep maps, and in f2 [CLS], after blocks `layers`, from 1 on."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -747,7 +747,7 @@ def mlp(*widths: int) -> nn.Sequential:
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
     _, rank = ranks_and_rank()
-    # Choice, unlike 4.1's MoCo-v3, which multiplies in half precision: fp32.
+    # Choice, unlike MoCo-v3, which multiplies in half precision: fp32.
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = gather(F.normalize(k.float(), dim=1))
@@ -818,7 +818,8 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
         # all images, each of which is a key for all, as in the release. With two means, an
         # image of b2 would weigh 2,024 / 24 = 84 times as much as one of b1, as 8 ranks have
-        # 24 of b2 and 2,024 of b1. A sum of two means would also be larger beside L_equiv.
+        # 24 of b2 and 2,024 of b1. A sum of two means would also be about twice as large, so that
+        # lambda would count half.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -911,14 +912,14 @@ def arguments() -> ArgumentParser:
     add("--crop-min", share, 0.08, "least share of the image in a crop")
 
     # Optimization.
-    add("--batch-size", count, 2048, "images per step, over all ranks")
-    add("--epochs", positive, 100.0, "passes over the images, also fractions")
+    add("--batch-size", count, 2048, "images per step, over all ranks (4.1)")
+    add("--epochs", positive, 100.0, "passes over the images, also fractions (4.1)")
     add("--warmup-epochs", nonnegative, 10.0,
-        "epochs of linear warmup; if the run is not longer than that, a tenth of it")
+        "epochs of linear warmup (4.1); if the run is not longer than that, a tenth of it")
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as in the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
-    # Choice, unlike 4.1's MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
+    # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
