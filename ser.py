@@ -195,8 +195,8 @@ def ranks_and_rank() -> tuple[int, int]:
     return 1, 0
 
 
-def sample_rank_geometry(batch: int, grid: int, elements: tuple,
-                         shared: torch.Generator) -> Geometry:
+def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
+                         elements: tuple = ELEMENTS) -> Geometry:
     """Sample the motions of this rank's `batch` images. `shared` has one seed on all ranks,
     so they have one scaling, and `gather` (section 4) gets equally many tokens from each.
     Each rank samples the flips and turns of all ranks, and keeps its own."""
@@ -409,7 +409,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
         if n_b2 > 0:
             shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
-            geometry = sample_rank_geometry(n_b2, grid, tuple(args.group), shared)
+            geometry = sample_rank_geometry(n_b2, grid, shared, tuple(args.group))
             # Choice: the motion comes before the photometric jitter.
             moved = rho(geometry, images[n_b1:], args.patch_size)
             aug_b2 = Augmentation(*[field[n_b1:] for field in aug])
@@ -701,29 +701,6 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
     z = project(aligned.flatten(2).mT)        # (B, N, K), projected after moving
     z_prime = project(h2.flatten(2).mT)       # (B, N, K)
     return patch_ntxent(z, z_prime, temperature)
-
-
-def equiv_of_images(f1: nn.Module, project: nn.Module, images1: Tensor, images2: Tensor,
-                    patch: int, shared: torch.Generator, temperature: float = 0.3,
-                    elements: tuple = ELEMENTS) -> Tensor:
-    """L_equiv for a training that is not ours; ours has `SER.equiv_of_views`. It samples two
-    motions for each image, moves two copies of it, and compares the maps of `f1`. On several
-    ranks, gradients must be averaged, as DDP does.
-
-    images1 and images2: (B, 3, h, w), copies of the same images, not cropped, each with a
-        colour jitter of its own, and normalised. They should be squares; others are distorted.
-    f1: a module or function, from images of any size to maps (B, D, h / patch, w / patch).
-    patch: side of a patch, pixels.
-    shared: a generator that has the same seed on all ranks, each of which has B images.
-    elements: what moves the images; () is a control without motion."""
-    grid = min(images1.shape[2:]) // patch
-    g1 = sample_rank_geometry(len(images1), grid, elements, shared)
-    g2 = sample_rank_geometry(len(images1), grid, elements, shared)
-
-    # Choice: the jitter comes before the motion, unlike in `make_views`.
-    h1 = f1(rho(g1, images1, patch))
-    h2 = f1(rho(g2, images2, patch))
-    return equiv_of_maps(project, relative(g2, g1), h1, h2, temperature)
 
 
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================

@@ -1,11 +1,11 @@
-"""The loss in a training that is not ours: timm's ViT, SimCLR, and `equiv_of_images` of ser.py.
+"""The loss in a training that is not ours: timm's ViT, SimCLR, and `equiv_of_maps` of ser.py.
 
     python -m paper.experiments.pasted --data imagenette-128 --weight 0.1
 
 The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
 batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
-loss. Sizes, crops and rate are imagenette.py's, for 20 epochs in place of ten.
-A stopped command goes on, and torchrun shares it. OUT/row.json gets the means over three heads.
+loss. Sizes, crops and rate are imagenette.py's, for 20 epochs. A stopped command goes on, and
+torchrun shares it. OUT/row.json gets means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -53,15 +53,15 @@ class Model(nn.Module):
         x = self.vit.patch_embed(images)     # (B, H, W, D)
         grid = list(x.shape[1:3])
         places = self.resample(self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
-        tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
-        return tokens.mT.unflatten(2, grid)
+        return self.vit.blocks[:2](x.flatten(1, 2) + places).mT.unflatten(2, grid)
 
     def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
-        z1 = self.head(self.vit(x1))
-        z2 = self.head(self.vit(x2))
+        z1, z2 = [self.head(self.vit(x)) for x in (x1, x2)]
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        equiv = ser.equiv_of_images(self.f1, self.project, images1, images2, 8, shared)
+        g1, g2 = [ser.sample_rank_geometry(len(images1), 8, shared) for _ in range(2)]
+        h1, h2 = [self.f1(ser.rho(g, x, 8)) for g, x in ((g1, images1), (g2, images2))]
+        equiv = ser.equiv_of_maps(self.project, ser.relative(g2, g1), h1, h2)
         return inv, equiv
 
 

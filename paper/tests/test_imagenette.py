@@ -38,6 +38,7 @@ def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
 
     deeper = "--names SER --depth 12 --equiv-layers 3".split()
     assert imagenette.settings([*argv, *deeper]).blocks == (3, 6, 12)
+    assert sweep.settings(["--data", "D"]).blocks == (3, 12)     # of the paper's table 4
 
 
 def test_readmes_copies_are_centre_squares(tmp_path, monkeypatch):

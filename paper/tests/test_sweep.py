@@ -110,10 +110,6 @@ def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
 
 
-def test_table_4_is_of_the_blocks_3_and_12():
-    assert sweep.settings(["--data", "D"]).blocks == (3, 12)
-
-
 def test_rows_are_means_over_evaluations():
     """Of equivariance after the wanted blocks; of the untrained encoder, only SER's."""
     place = {"encoder": "trained", "weights": "w", "images": "i", "set": "val"}
