@@ -334,7 +334,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
-        if not folder or name in ("train", *tests):
+        if not name or not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
         tests[name] = ClassFolder(folder, centre, classes)
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)

@@ -876,7 +876,7 @@ def arguments() -> ArgumentParser:
     # SER. In the main setting, the next two flags both name the last block of f1. The paper's
     # figure of ablations also moves [CLS] alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
-    add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
+    add("--equiv-layers", count, [3], "blocks after which L_equiv acts: where f1 ends", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
     add("--ratio", share, 0.01,
         "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
@@ -1121,7 +1121,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it: files, synthetic images, checks, output ===========================
+# ==== 9. Around it, not needed for the method: files, images, checks, output ==========
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
@@ -1155,7 +1155,8 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            if animated or image.mode.startswith(("I", "F")):
+            # Pillow cuts some images to 8 bits. Their tiles tell, as "RGB;16B".
+            if animated or image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path

@@ -18,8 +18,10 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -299,12 +301,12 @@ def rows_of(columns):
     return [Augmentation(*row) for row in zip(*columns)]
 
 
-def toy_views(step=0, **changes):
+def toy_views(step=0, pairs=1, **changes):
     args = toy(**changes)
     n = args.batch_size
     dataset = ser.two_view_dataset(pixels(n, 3, 20, 24), args)
     loaded = default_collate([dataset[0, i, i >= n // 2] for i in range(n)])
-    return ser.make_views(loaded, args, step)
+    return ser.make_views(pairs * loaded, args, step)
 
 
 def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
@@ -390,11 +392,10 @@ def test_draws_depend_on_seed_epoch_and_image():
 
 
 def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
-    views = toy_views() + toy_views(step=1) + toy_views(seed=1)
+    views = toy_views(pairs=3) + toy_views(step=1) + toy_views(seed=1)
     orders = {tuple(view.order.tolist()) for view in views}
     turns = {tuple(view.geometry.turns.tolist()) for view in views}
-    assert len(turns) == 6
-    assert len(orders) > 4
+    assert len(turns) == 10 and len(orders) > 6
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
@@ -1034,8 +1035,7 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path, monkeypatch):
     for name in ("train", "test"):     # which may be classes
         shutil.copytree(folder, root / "train" / name)
     monkeypatch.chdir(root / "train")
-    checksums = {ser.find_images(toy(data))[1] for data in (root, root / "train", ".")}
-    assert len(checksums) == 1
+    assert len({ser.find_images(toy(data))[1] for data in (root, root / "train", ".")}) == 1
 
 
 @parametrize("mode, form", [
@@ -1057,6 +1057,14 @@ def test_more_bits_and_animations_are_refused_with_their_path(mode, form, frames
     image.save(path, form, save_all=frames > 1, append_images=others)
     with pytest.raises(OSError, match=path):
         ser.read_image(path)
+
+    header = struct.pack(">II5B", 1, 1, 16, 2, 0, 0, 0)     # 16 bits a channel of RGB
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(7))), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n"
+    for name, data in parts:
+        png += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    Path(path).write_bytes(png)
+    pytest.raises(OSError, ser.read_image, path)
 
 
 @parametrize("workers, begin", [(0, "^"), (1, "(?s)in DataLoader worker process.*")])
@@ -1513,7 +1521,7 @@ def test_other_heads_and_weights_replace_no_head(tree, checkpoint):
     assert len(list(checkpoint.parent.glob("head-*.pt"))) == 3
 
 
-@parametrize("test", ["train=few", "val=few", "few", "few=few few=val"])
+@parametrize("test", ["train=few", "val=few", "crops=few", "=few", "few", "few=few few=val"])
 def test_a_set_that_would_replace_another_is_refused(test, tree, checkpoint):
     words = test.replace("=", f"={tree}/").split()
     args = eval_args(tree, checkpoint, *[f"--test={word}" for word in words])

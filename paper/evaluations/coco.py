@@ -14,6 +14,7 @@ torchvision's Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the
 import sys
 import zlib
 from argparse import Namespace
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -223,10 +224,11 @@ def precision(model: FasterRCNN, data: Dataset, device: torch.device, args: Name
     if rank > 0 or not results:     # rank 0 reports, and loadRes refuses an empty list
         return {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
 
-    evaluation = COCOeval(data.coco, data.coco.loadRes(results), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
+    with redirect_stdout(sys.stderr):     # results are written first, then printed
+        evaluation = COCOeval(data.coco, data.coco.loadRes(results), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
     return dict(zip(("AP", "AP50", "AP75"), evaluation.stats.tolist()))
 
 

@@ -99,8 +99,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
             panel.set_title(title, fontsize=13)
             panel.imshow(picture.movedim(0, 2).numpy())
 
-    print(f"tokens are those after block {layer}")
     save_picture(figure, "correspondence", args, runs)
+    print(f"tokens are those after block {layer}")
 
 
 if __name__ == "__main__":

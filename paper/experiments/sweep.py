@@ -75,8 +75,9 @@ LISTS = {
 
 
 def check(args: Namespace, given: list[str]) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings on one
-    rank, or if it sets one of the given flags, perhaps shortened, itself."""
+    """Exit with one sentence, before the first training, if a run cannot have its settings on the
+    launcher's ranks, or if it sets one of the given flags, perhaps shortened, itself."""
+    ranks, *_ = [*args.launcher.partition("--nproc_per_node=")[2].split(), 1]
     for run in args.runs:
         own = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:
@@ -87,7 +88,7 @@ def check(args: Namespace, given: list[str]) -> None:
         program = importlib.import_module(run.script.split()[-1].removesuffix(".py"))
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
-        ser.check_settings(settings, n_images=settings.batch_size, ranks=1)
+        ser.check_settings(settings, n_images=settings.batch_size, ranks=int(ranks))
         if settings.ratio == 0 and PLAIN not in run.flags:
             sys.exit(f"--ratio 0: the run {run.name} has b2")
 
@@ -253,9 +254,8 @@ def main(args: Namespace) -> None:
     check_alike(rows)
     if rows:
         for run in args.runs:
-            row = next(row for row in rows if row["run"] == run.name)
-            numbers = f"{run.paper or '-':>8}{row['b2']:>5} in b2"
-            print(f"{run.name:16}{numbers}  {run.script} {run.flags}")
+            b2 = next(row["b2"] for row in rows if row["run"] == run.name)
+            print(f"{run.name:16}{run.paper or '-':>8}{b2:>5} in b2  {run.script} {run.flags}")
         print(table(rows, "SER"))
 
 
