@@ -1158,7 +1158,7 @@ def read_image(path: str) -> Tensor:
             # Pillow cuts some images to 8 bits. Their tiles tell, as "RGB;16B".
             if animated or image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
-            return pil_to_tensor(image.convert("RGB"))
+            return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path
         raise OSError(f"cannot read {path}: {error}. Put an image of the same name in its "
                       "place, and give the same command again") from None
