@@ -9,7 +9,6 @@ torchrun shares it. OUT/row.json gets means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
-from functools import partial
 
 import torch
 from torch import nn
@@ -53,14 +52,19 @@ class Model(nn.Module):
         x = self.vit.patch_embed(images)     # (B, H, W, D)
         grid = list(x.shape[1:3])
         places = self.resample(self.vit.pos_embed[:, 1:], grid, num_prefix_tokens=0)
-        return self.vit.blocks[:2](x.flatten(1, 2) + places).mT.unflatten(2, grid)
+        tokens = self.vit.blocks[:2](x.flatten(1, 2) + places)
+        return tokens.mT.unflatten(2, grid)
 
     def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
-        z1, z2 = [self.head(self.vit(x)) for x in (x1, x2)]
+        z1 = self.head(self.vit(x1))
+        z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
-        g1, g2 = [ser.sample_rank_geometry(len(images1), 8, shared) for _ in range(2)]
-        h1, h2 = [self.f1(ser.rho(g, x, 8)) for g, x in ((g1, images1), (g2, images2))]
+
+        g1 = ser.sample_rank_geometry(len(images1), 8, shared)
+        g2 = ser.sample_rank_geometry(len(images2), 8, shared)
+        h1 = self.f1(ser.rho(g1, images1, 8))
+        h2 = self.f1(ser.rho(g2, images2, 8))
         equiv = ser.equiv_of_maps(self.project, ser.relative(g2, g1), h1, h2)
         return inv, equiv
 
@@ -124,12 +128,16 @@ def evaluate(model: Model, args: Namespace) -> None:
     """Write and print accuracies by eval_linear.py, and retrieval after f1, as it was trained."""
     val = ImageFolder(f"{args.data}/val", v2.Compose([RESIZE, v2.PILToTensor()]))
     images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
-    recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
+    generator = ser.rng("jitter", "rot90")
+
+    def f1_with_jitter(x):
+        return model.f1(eval_linear.recolour_and_normalise(x, generator))
+
     row = vars(args) | {
         "val": eval_linear.describe_sets({"every eighth of val": val}),
         "rot90 retrieval": eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8),
         "rot90 retrieval with jitter":
-            eval_linear.retrieval(lambda x: model.f1(recolour(x)), images / 255, patch=8)}
+            eval_linear.retrieval(f1_with_jitter, images / 255, patch=8)}
 
     encoder = eval_linear.results_path(args, "encoder.pt")
     if ser.ranks_and_rank()[1] == 0:

@@ -59,13 +59,10 @@ LISTS = {
         Run("no-rot90-hflip", "--group scale", 69.12),
         Run("no-rot90-scale", "--group hflip", 68.67)],
     "r": [
-        Run("r-0.005", "--ratio 0.005", 69.08),
-        Run("r-0.02", "--ratio 0.02", 68.30)],
+        Run("r-0.005", "--ratio 0.005", 69.08), Run("r-0.02", "--ratio 0.02", 68.30)],
     "lambda": [
-        Run("lambda-0", "--weight 0", 68.82),
-        Run("lambda-0.1", "--weight 0.1"),
-        Run("lambda-1", "--weight 1", 68.92),
-        Run("lambda-5", "--weight 5", 68.73),
+        Run("lambda-0", "--weight 0", 68.82), Run("lambda-0.1", "--weight 0.1"),
+        Run("lambda-1", "--weight 1", 68.92), Run("lambda-5", "--weight 5", 68.73),
         Run("lambda-10", "--weight 10", 68.67)],
     "decoupling": [
         Run("equimod-12", f"--layer 12 {EQUIMOD}", 68.95, "-m paper.methods.equimod"),
