@@ -1061,8 +1061,8 @@ def test_more_bits_and_animations_are_refused_with_their_path(mode, form, frames
     header = struct.pack(">II5B", 1, 1, 16, 2, 0, 0, 0)     # 16 bits a channel of RGB
     parts = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(7))), (b"IEND", b"")]
     png = b"\x89PNG\r\n\x1a\n"
-    for name, data in parts:
-        png += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    for tag, data in parts:
+        png += struct.pack(">I", len(data)) + tag + data + struct.pack(">I", zlib.crc32(tag + data))
     Path(path).write_bytes(png)
     pytest.raises(OSError, ser.read_image, path)
 
