@@ -184,7 +184,7 @@ def evaluate(args: Namespace) -> list[dict]:
             if saved_head and name == "trained":
                 # Its file's name has a checksum of what made it, so it replaces no other head.
                 origin = provenance(args, checkpoint, sets_text)
-                checksum = ser.checksum([json.dumps(origin)])
+                checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
                 ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **origin)
             # The rows come last, as paper/experiments look for them to see if an evaluation ended.
             add_rows(path, own_rows, args, checkpoint, sets_text)
@@ -291,7 +291,12 @@ class ClassFolder(ImageFolder):
             return is_image_file(path) and "/." not in path.removeprefix(root)
 
         self.known_classes = classes     # for `find_classes`, which the next line calls
-        super().__init__(root, transform, loader=ser.read_image, is_valid_file=is_image)
+        super().__init__(
+            root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
+        labels = set(self.targets)
+        empty = [folder for folder, label in self.class_to_idx.items() if label not in labels]
+        if empty:
+            sys.exit(f"{root}: no image below {', '.join(empty)}")
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The classes, and the label of each folder: the place of its name among them or, as in
@@ -335,7 +340,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     for test in args.test:
         name, _, folder = test.partition("=")
         if not name or not folder or name in ("train", "crops", *tests):
-            sys.exit(f"--test {test}: should be NAME=DIR, with a name that no other set has")
+            sys.exit(f"--test {test}: should be NAME=DIR, not train, crops or a name of two")
         tests[name] = ClassFolder(folder, centre, classes)
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
@@ -391,7 +396,7 @@ def cls_features(encoder: ser.ViT, images: Tensor) -> Tensor:
 def extract(encoder: ser.ViT, data: Dataset, args: Namespace) -> Features:
     """The features of a set, on every rank."""
     ranks, rank = ser.ranks_and_rank()
-    own = torch.arange(rank, len(data), ranks)     # none for some, if images are few
+    own = torch.arange(len(data))[rank::ranks]     # none for some, if images are few
     size = max(1, args.batch_size // ranks)
     loader = DataLoader(data, size, sampler=own.tolist(), num_workers=args.workers)
 

@@ -1131,7 +1131,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     # DATA/train, unless DATA is itself called train, as a folder train in it is then a class.
     root = Path(args.data)
-    if root.absolute().name != "train" and (root / "train").is_dir():
+    if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.
@@ -1155,8 +1155,10 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            # Pillow cuts some images to 8 bits. Their tiles tell, as "RGB;16B".
-            if animated or image.mode.startswith(("I", "F")) or ";16" in str(image.tile):
+            # Pillow cuts colours of 16 bits to 8. How they are stored tells, such as "RGB;16B".
+            stored = str([tile[3] for tile in image.tile])
+            deep = any(mark in stored for mark in (";16B", ";16L", ";16N", "65535"))
+            if animated or deep or image.mode.startswith(("I", "F")):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path

@@ -3,12 +3,11 @@
     python -m paper.experiments.sweep --list lambda --data /imagenet --print     command lines only
     python -m paper.experiments.sweep --list r --data DIR --launcher "torchrun --nproc_per_node=8"
 
-A list has MoCo-v3, SER and the runs below, with the paper's linear top-1, where it has one. Table
-4 also has scores of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9
-.888, after 12 .924. Heads see one centre crop of each image here, so compare runs with each other.
-Flags of ser.py go to all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2.
-With other batches or ranks, two of them may have equally many, as their lines tell. The lists
-layers and decoupling are for 12 blocks.
+A list has MoCo-v3, SER and the runs below, with the paper's linear top-1. Table 4 also has scores
+of rot90 after the last block: MoCo-v3 .804; L_equiv after block 3 .840, after 9 .888, 12 .924.
+Heads see one centre crop of each image here, so compare runs with each other. Flags of ser.py go to
+all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2. With other batches or
+ranks, two of them may have equally many. The lists layers and decoupling are for 12 blocks.
 
 A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
 last.pt: a run without it is trained anew.
@@ -17,6 +16,7 @@ The table has means ± std over seeds, and in brackets those of the difference t
 """
 import importlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -73,8 +73,8 @@ LISTS = {
 
 def check(args: Namespace, given: list[str]) -> None:
     """Exit with one sentence, before the first training, if a run cannot have its settings on the
-    launcher's ranks, or if it sets one of the given flags, perhaps shortened, itself."""
-    ranks, *_ = [*args.launcher.partition("--nproc_per_node=")[2].split(), 1]
+    ranks of --nproc_per_node, or if it sets one of the given flags, perhaps shortened, itself."""
+    ranks = max(map(int, re.findall(r"per[-_]node[= ](\d+)", args.launcher)), default=1)
     for run in args.runs:
         own = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:
@@ -85,7 +85,7 @@ def check(args: Namespace, given: list[str]) -> None:
         program = importlib.import_module(run.script.split()[-1].removesuffix(".py"))
         parse = getattr(program, "settings", ser.parse)
         settings = parse([*args.flags, *run.flags.split(), "--data", "given"])
-        ser.check_settings(settings, n_images=settings.batch_size, ranks=int(ranks))
+        ser.check_settings(settings, n_images=settings.batch_size, ranks=ranks)
         if settings.ratio == 0 and PLAIN not in run.flags:
             sys.exit(f"--ratio 0: the run {run.name} has b2")
 

@@ -110,7 +110,7 @@ RUNS = {     # those that have other titles there
 @pytest.mark.parametrize("header", TABLES)
 def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(header):
     runs = {(row["weights"], row["run"]) for row in rows_of(TABLES[header])}
-    assert len(dict(runs)) == len(runs) >= 3 and None not in dict(runs)
+    assert len(dict(runs)) == len(runs) >= 3 + (header[:4] != "| Ba") and None not in dict(runs)
     printed = table_of(sweep.table(rows_of(TABLES[header]), "MoCo-v3"))
     for title, cells in readme_table("paper/README.md", header).items():
         line = next(line for line in printed if words_of(title) <= words_of(line))
