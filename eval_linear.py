@@ -285,7 +285,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         root = str(Path(root))     # without a slash at its end
         if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; eval_linear.py has --val for val")
+            sys.exit(f"{root} is no folder of class folders; eval_linear.py's --val names another")
 
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
@@ -340,7 +340,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     for test in args.test:
         name, _, folder = test.partition("=")
         if not name or not folder or name in ("train", "crops", *tests):
-            sys.exit(f"--test {test}: should be NAME=DIR, not train, crops or a name of two")
+            sys.exit(f"--test {test}: should be NAME=DIR, with a NAME that no other set has")
         tests[name] = ClassFolder(folder, centre, classes)
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 

@@ -72,8 +72,6 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
     items = {"train": [], "crops": [], "val": []}
     for label, synset in enumerate(classes):
         for folder in sorted(Path(args.data, synset).iterdir()):
-            if not folder.is_dir():     # such as .DS_Store
-                continue
             if f"{synset}/{folder.name}" in validated:
                 # Choice: all views, so that the result is no sample; the authors sample one.
                 items["val"] += [(folder, range(view, view + 1), label) for view in range(50)]
