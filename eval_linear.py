@@ -340,7 +340,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
     for test in args.test:
         name, _, folder = test.partition("=")
         if not name or not folder or name in ("train", "crops", *tests):
-            sys.exit(f"--test {test}: should be NAME=DIR, with a NAME of its own, not train or crops")
+            sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(folder, centre, classes)
     return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
 
