@@ -14,7 +14,8 @@ flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and 20-NN.
+--equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and 20-NN, so
+linear heads on random crops need a line of their own.
 Without --data, all take seconds, and images are not cropped. Equivariance of turns, after f1,
 is then always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
 twice the time.
@@ -156,7 +157,7 @@ def evaluate(args: Namespace) -> list[dict]:
     read_results(path)     # a damaged file ends the evaluation here, not after hours
     sets = load_sets(args, trained.encoder.image_size)
 
-    # The motions and blocks for which equivariance is measured.
+    # The transforms and blocks for which equivariance is measured.
     pairs = []
     if args.equivariance:
         pairs = list(product(ser.ELEMENTS, range(1, trained.encoder.depth + 1)))
@@ -213,7 +214,7 @@ def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[lis
     # the 200 of ImageNet-R, whose authors score it so.
     rows = []
     for name, test in tests.items():
-        all_classes = torch.arange(len(sets.classes)).to(test.y)
+        all_classes = torch.arange(len(sets.classes), device=test.y.device)
         own_classes = test.y.unique()
         choices = [all_classes]
         if len(own_classes) < len(all_classes):
@@ -258,8 +259,8 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
         map_of = partial(map_after, encoder, block)
         generator = ser.rng("jitter", element)
 
-        def map_with_jitter(x: Tensor) -> Tensor:
-            return map_of(recolour_and_normalise(x, generator))     # in other colours at each call
+        def map_with_jitter(images: Tensor) -> Tensor:     # in other colours at each call
+            return map_of(recolour_and_normalise(images, generator))
 
         values = {
             f"{element} cosine": cosine(map_of, x, patch, element),
@@ -299,23 +300,27 @@ class ClassFolder(ImageFolder):
             sys.exit(f"{root}: no image below {', '.join(empty)}")
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """The classes, and the label of each folder: the place of its name among them or, as in
-        ImageNet-V2, whose folders are called 0, 1, ..., its name itself."""
+        """ImageFolder's hook: the classes, and the label of each folder."""
         folders, _ = super().find_classes(directory)
         folders = [name for name in folders if name[0] != "."]
         classes = list(self.known_classes or folders)
+        return classes, folder_labels(directory, folders, classes)
 
-        names = classes     # of the labels 0, 1, ...
-        if "0" in folders and set(folders).isdisjoint(classes):
-            names = [str(label) for label in range(len(classes))]
-            _, rank = ser.ranks_and_rank()
-            if rank == 0:
-                print(f"{directory}: 0, 1, ... are taken for the labels of the sorted classes")
 
-        for folder in folders:
-            if folder not in names:
-                sys.exit(f"{directory}: the training images have no class {folder}")
-        return classes, {folder: names.index(folder) for folder in folders}
+def folder_labels(directory: str, folders: Sequence[str], classes: list[str]) -> dict[str, int]:
+    """The label of each folder: the place of its name among the classes or, as in ImageNet-V2,
+    whose folders are called 0, 1, ..., its name itself."""
+    names = classes
+    if "0" in folders and set(folders).isdisjoint(classes):
+        names = [str(label) for label in range(len(classes))]
+        _, rank = ser.ranks_and_rank()
+        if rank == 0:
+            print(f"{directory}: 0, 1, ... are taken for the labels of the sorted classes")
+
+    for folder in folders:
+        if folder not in names:
+            sys.exit(f"{directory}: the training images have no class {folder}")
+    return {folder: names.index(folder) for folder in folders}
 
 
 def load_sets(args: Namespace, size: int) -> Sets:
@@ -339,6 +344,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, folder = test.partition("=")
+        # "train" and "crops" would read as images that heads learn from.
         if not name or not folder or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(folder, centre, classes)
@@ -531,9 +537,9 @@ PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
-    from two motions, and may be the identity."""
+    from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2, where g1 has scaled x: the scaling of g2 alone, from the image's own size.
+    # Choice, unlike A.2, whose g also undoes the scaling of g1: the scaling of g2 alone.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch
@@ -564,7 +570,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # The motions are g2 of `cosine`, but every image turns, or flips. `sample_geometry` lets
+        # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry` lets
         # some stay as they are, in which all tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
@@ -612,8 +618,8 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
 
 # ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of modules apart. An encoder is more than its
-    weights, so "-2-3" at the end has its attention heads and where [CLS] enters."""
+    """A short text that tells the weights of modules apart. That of an encoder ends in its
+    attention heads and the block where [CLS] enters, such as "-2-3", which no weight tells."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())

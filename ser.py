@@ -5,8 +5,8 @@ second one at an intermediate layer, where the patch tokens still form a map of 
 
     f = f2 . f1    f1, the network up to block 3, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
-                   made by crops, flips and photometric jitter (T), views of b2 by motions
-                   that can be undone, of a group G, and the same jitter (T_eq)
+                   made by crops, flips and photometric jitter (T), views of b2 by
+                   transforms that can be undone, of a group G, and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. The map rho_g(f1(x1)) is
@@ -28,9 +28,10 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 names batch and epochs, and keeps the
-other settings of MoCo-v3. These are taken from MoCo-v3's code and the ViT-S commands of its
-CONFIG.md, except where a comment says otherwise.
+Numbers such as (3.1) are sections of the paper. Its 4.1 names AdamW, the batch, the epochs, the
+warmup, the cosine and the range of the scaling, and keeps the other settings of MoCo-v3. These
+are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
+says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
@@ -84,11 +85,11 @@ from tqdm import tqdm
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
 # Sections 1 and 4 can be copied. They need math, torch, nn, F, dist and NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
-ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of motion in the group G
+ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the group G
 
 
 class Geometry(NamedTuple):
-    """The motions g of a view: a flip, then quarter turns, then a scaling."""
+    """The transforms g of a view: a flip, then quarter turns, then a scaling."""
     flip: Tensor       # (B,) bool, horizontal flip
     turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
 
@@ -135,7 +136,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Others become float32, on all devices.
+    # On CPUs, only these types can be antialiased. Others are resized in float32, on GPUs as
+    # well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -156,14 +158,15 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Each step is computed for all images, and `where` takes it for those that make it. The turns
-    # are a half turn, if there are two or three, and a quarter turn, if their number is odd.
+    # The flip. Each step is computed for all images, and `where` takes it for those that make it.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
+
+    # Two or three quarter turns begin with a half turn.
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
-    # The quarter turn exchanges rows and columns, so a rectangle and its turn have two shapes.
-    # Both are resized to g.grid before one is taken. `contiguous` changes no value. It keeps maps
-    # in one order in memory, without which losses differ from older runs' in the last digit.
+    # One or three end with a quarter turn. It exchanges rows and columns, so a map and its turn
+    # are both resized to g.grid before one of them is taken. `contiguous` keeps all maps in one
+    # memory order, on which rounding depends.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -171,7 +174,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
-    """The motion that takes view 1 and its maps to view 2 (3.1): the flips and turns of
+    """The transform that takes view 1 and its maps to view 2 (3.1): the flips and turns of
     g = g2 g1^-1, and the size of view 2."""
     # A view makes m = 0 or 1 flips M, then t quarter turns Q, which is Q^t M^m. Two flips are
     # none, M M = 1, and M Q = Q^-1 M. So without their scalings,
@@ -197,7 +200,7 @@ def ranks_and_rank() -> tuple[int, int]:
 
 def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
                          elements: tuple = ELEMENTS) -> Geometry:
-    """Sample the motions of this rank's `batch` images. `shared` has one seed on all ranks,
+    """Sample the transforms of this rank's `batch` images. `shared` has one seed on all ranks,
     so they have one scaling, and `gather` (section 4) gets equally many tokens from each.
     Each rank samples the flips and turns of all ranks, and keeps its own."""
     ranks, rank = ranks_and_rank()
@@ -216,7 +219,7 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     the order of the images           --seed and epoch
 #     crops, flips and jitter           --seed, epoch and image
 #     the order of colour operations    --seed, step and view
-#     motions                           --seed, step and view
+#     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 
 
@@ -238,11 +241,17 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
-def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list[tuple]]:
-    """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`. The last, incomplete batch of an epoch is dropped.
+class Item(NamedTuple):
+    """What the data set is asked for."""
+    epoch: int
+    image: int     # its place in `source`
+    in_b2: bool
 
-    A batch is a list of items (epoch, index, in_b2), those of b1 first."""
+
+def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list[Item]]:
+    """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
+    `start` to before `end`, each a list of items, those of b1 first. The last, incomplete batch
+    of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
     b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
     steps_per_epoch = n_images // args.batch_size
@@ -255,23 +264,23 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
         b1 = batches[number][:b1_total].chunk(ranks)[rank].tolist()
         b2 = batches[number][b1_total:].chunk(ranks)[rank].tolist()     # empty with --ratio 0
-        items = [(epoch, index, False) for index in b1]
-        yield items + [(epoch, index, True) for index in b2]
+        items = [Item(epoch, index, False) for index in b1]
+        yield items + [Item(epoch, index, True) for index in b2]
 
 
 # The operations of T are those of MoCo-v3.
 #
-#     of b1, by T        with probability  of b2, by T_eq                      done in
-#     a random crop      1                 the whole image becomes a square    sample_view
-#     a horizontal flip  P_FLIP            -                                   sample_view
-#     -                                    flip, turns and scaling, by `rho`   make_views
-#     a colour jitter    P_COLOUR          the same                            make_views
-#     grayscale          P_GRAY            the same                            make_views
-#     blur               P_BLUR            the same                            make_views
-#     solarization       P_SOLARIZE        the same                            make_views
+#     of b1, by T        with probability  of b2, by T_eq                    applied by
+#     a random crop      1                 the whole image becomes a square  sample_view
+#     a horizontal flip  P_FLIP            -                                 sample_view
+#     -                                    flip, turns and scaling           rho
+#     a colour jitter    P_COLOUR          the same                          jitter_and_normalise
+#     grayscale          P_GRAY            the same                          jitter_and_normalise
+#     blur               P_BLUR            the same                          jitter_and_normalise
+#     solarization       P_SOLARIZE        the same                          jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it is,
-# and `make_views` does it on the device, where it is much faster.
+# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it is.
+# It is applied on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -333,7 +342,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of a view, for b2 with that before its motion.
+        # Choice: sigma scales with the side of these pixels, also for b2, which `rho` resizes.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -342,23 +351,23 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
 
 @dataclass
 class ViewDataset(torch.utils.data.Dataset):
-    """An item of `batch_items` -> for each view, pixels (3, S, S) uint8 and Augmentation.
+    """An Item -> for each view, pixels (3, S, S) uint8 and Augmentation.
     source: paths, or images (n, 3, h, w) uint8."""
     source: Sequence[str] | Tensor
     policies: Sequence[Policy]
     seed: int
 
-    def __getitem__(self, item: tuple) -> list:
+    def __getitem__(self, item: Item) -> list:
         _, index, _ = item
         return self.sample_views(self.load(index), item)
 
-    # The data sets of equimod.py and stl.py in paper/methods call these two themselves.
+    # These two are apart, as data sets in paper/methods do more with an image.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
         return read_image(image) if isinstance(image, str) else image
 
-    def sample_views(self, image: Tensor, item: tuple) -> list:
+    def sample_views(self, image: Tensor, item: Item) -> list:
         """The views of an image, sampled with the seed of an item."""
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
@@ -371,13 +380,13 @@ class ViewDataset(torch.utils.data.Dataset):
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
     """The data set of a run, with the policies of view 1 and of view 2."""
-    view1 = Policy(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
-    view2 = view1._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
-    return ViewDataset(source, [view1, view2], args.seed)
+    first = Policy(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
+    second = first._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
+    return ViewDataset(source, [first, second], args.seed)
 
 
 class View(NamedTuple):
-    """One view of every image of a batch."""
+    """One view of each image of this rank."""
     b1: Tensor                     # (B1, 3, S, S), normalised
     b2: Tensor | None              # (B2, 3, h, w), normalised; None if --ratio is 0
     geometry: Geometry | None      # of b2
@@ -410,7 +419,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
             shared = rng(args.seed, "geometry", step, view_number)
             grid = pixels.shape[-1] // args.patch_size
             geometry = sample_rank_geometry(n_b2, grid, shared, tuple(args.group))
-            # Choice: the motion comes before the photometric jitter.
+            # Choice: the transform comes before the photometric jitter.
             moved = rho(geometry, images[n_b1:], args.patch_size)
             aug_b2 = Augmentation(*[field[n_b1:] for field in aug])
             b2 = jitter_and_normalise(moved, aug_b2, order)
@@ -419,7 +428,18 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
     return views
 
 
-# The photometric jitter of a whole batch. Nothing of it is new: it can be skipped, up to section 3.
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
+    if not x.is_floating_point():
+        raise ValueError(f"images are {x.dtype}: divide them by 255")
+    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+
+# The photometric jitter can be skipped, up to section 3. Only its Choices are not MoCo-v3's.
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
@@ -469,7 +489,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes.
+    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes: this kernel.
     B, _, h, w = x.shape
 
     # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
@@ -486,17 +506,6 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
     x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
     return x.transpose(0, 1)
-
-
-MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)     # of ImageNet, in [0, 1]
-STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Images in [0, 1] -> what the encoder takes. Raises ValueError for integer types."""
-    if not x.is_floating_point():
-        raise ValueError(f"images are {x.dtype}: divide them by 255")
-    return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -572,7 +581,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode (B, 3, h, w); keep maps, and in f2 [CLS], after blocks `layers`, from 1 on."""
+        """Encode images (B, 3, h, w). `layers` are the blocks, counted from 1, after which the
+        map is kept and, in f2, [CLS]."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -616,7 +626,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
     # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
     # release, though with PyTorch's eps of 1e-5, not 1e-6. Choice: both layers have 512
-    # features and no biases, as there.
+    # features and no biases, as in the release.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -793,10 +803,10 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
-        # all images, each of which is a key for all, as in the release. With two means, an
-        # image of b2 would weigh 2,024 / 24 = 84 times as much as one of b1, as 8 ranks have
-        # 24 of b2 and 2,024 of b1. A sum of two means would also be about twice as large, so that
-        # lambda would count half.
+        # all images, each of which is a key for all, as in the release. On 8 ranks, b1 has 2,024
+        # images and b2 has 24. With two means, each of the 24 would weigh 2,024 / 24 = 84 times
+        # as much as each of the others. A sum of two means would also be about twice as large,
+        # so that lambda would count half.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -820,7 +830,7 @@ class SER(nn.Module):
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. argparse prints the names of these functions in its errors.
 def nonnegative(text: str) -> float:
-    """A number from 0 on, but not nan or inf, else a ValueError, as in the next three."""
+    """A number from 0 on. Else, as for nan, it raises ValueError, like the next three."""
     if not 0 <= float(text) < math.inf:
         raise ValueError
     return float(text)
@@ -903,7 +913,8 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# The defaults for synthetic images, chosen so that two minutes show what the loss does.
+# The defaults for synthetic images, chosen so that two minutes show what the loss does. f1 has
+# three of the four blocks.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -959,7 +970,7 @@ def seed_and_make_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seed_and_make_encoder(args)     # it seeds torch, for the next two lines as well
+    encoder = seed_and_make_encoder(args)     # its seed also counts for the next two lines
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -995,7 +1006,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """What a checkpoint holds. Exits if it is a dictionary of another program."""
+    """What a checkpoint holds. Exits if it has no settings, as those of other programs."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
@@ -1029,7 +1040,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
         return 0
 
     # Folders may have moved with the same images, and a run may move to another device with the
-    # same --bf16. Here workers, and steps between logs or saves, change no result.
+    # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
     may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
     saved = state["settings"]
     differ = [
@@ -1078,7 +1089,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     path = Path(args.out, "last.pt")
     start = resume(path, vars(settings), model, optimizer)
 
-    # A loader of all batches that are left, over all epochs.
+    # One loader for all steps that are left. `batch_items` gives it an Item for each image.
     loader = torch.utils.data.DataLoader(
         make_dataset(source, args), batch_sampler=batch_items(len(source), args, start, steps),
         num_workers=args.workers, pin_memory=device.type == "cuda")
@@ -1148,6 +1159,15 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
+def more_than_8_bits(image: Image.Image) -> bool:
+    """Whether a channel of an opened image has more than 8 bits, which Pillow would cut to 8."""
+    # Gray images say so by their mode, such as "I;16". Of colours only the format in the file
+    # does, such as "RGB;16B", or the largest value, 65535.
+    formats = str([tile[3] for tile in image.tile])
+    deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
+    return deep or image.mode.startswith(("I", "F"))
+
+
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB."""
     # EXIF flags are ignored, as by torchvision's ImageFolder, which MoCo-v3 takes.
@@ -1155,10 +1175,7 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            # Pillow cuts colours of 16 bits to 8. How they are stored tells, such as "RGB;16B".
-            stored = str([tile[3] for tile in image.tile])
-            deep = any(mark in stored for mark in (";16B", ";16L", ";16N", "65535"))
-            if animated or deep or image.mode.startswith(("I", "F")):
+            if animated or more_than_8_bits(image):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path

@@ -96,10 +96,10 @@ class EquiMod(addon.AddOn):
 
 class WithPlain(ser.ViewDataset):
     """The views of T, then the plain image: a centre crop, neither flipped nor jittered."""
-    def __getitem__(self, key: tuple) -> list:
-        _, index, _ = key
+    def __getitem__(self, item: ser.Item) -> list:
+        _, index, _ = item
         image = self.load(index)
-        views = self.sample_views(image, key)
+        views = self.sample_views(image, item)
 
         side = round(min(image.shape[1:]) * 224 / 256)
         size = self.policies[0].size

@@ -38,19 +38,19 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 class Pairs(ser.ViewDataset):
     """Images 2i and 2i + 1 of a rank's batch share crop, jitter and grayscale, view by view.
-    A DataLoader hands all keys of a batch to __getitems__."""
-    def __getitems__(self, keys: list[tuple]) -> list:
+    A DataLoader hands all items of a batch to __getitems__."""
+    def __getitems__(self, items: list[ser.Item]) -> list:
         size = self.policies[0].size
         batch = []
-        for i, key in enumerate(keys):
-            _, index, _ = key
+        for i, item in enumerate(items):
+            _, index, _ = item
             image = self.load(index)
             # Choice: images are squeezed into squares before they are cropped, as in the
             # release. Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
 
-            own = self.sample_views(square, key)
-            shared = self.sample_views(square, keys[i - i % 2])     # with the key of image 2i
+            own = self.sample_views(square, item)
+            shared = self.sample_views(square, items[i - i % 2])     # as the item of image 2i
             batch.append([blend(view, aug) for view, (_, aug) in zip(shared, own)])
         return batch
 

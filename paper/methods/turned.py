@@ -16,7 +16,7 @@ from paper.methods.addon import PLAIN
 
 class Turned(ser.ViewDataset):
     """The data set of a run, where views of b1 are turned after their crop. rho_g turns b2."""
-    def sample_views(self, image: ser.Tensor, item: tuple[int, int, bool]) -> list:
+    def sample_views(self, image: ser.Tensor, item: ser.Item) -> list:
         views = super().sample_views(image, item)
         _, _, in_b2 = item
         if in_b2:
