@@ -12,7 +12,7 @@ from eval_linear import Checkpoint
 
 # The encoders that are here.
 ENCODERS = {"MoCo-v3": "MoCo-v3", "control": "control", "SER, λ = 0.1": "SER-0.1",
-            "SER, λ = 0.5": "SER", "rotated crops": "turned", "SER on rotated crops": "turned-SER"}
+            "SER, λ = 0.5": "SER", "MoCo-v3 + rotation": "turned", "SER + rotation": "turned-SER"}
 
 
 def arguments(data: str, several: bool = False, samples: bool = True) -> ArgumentParser:

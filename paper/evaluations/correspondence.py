@@ -1,12 +1,12 @@
-r"""What SER does, seen: which patches of a photograph find themselves after a quarter turn.
+r"""What SER does, seen: which patches of a photograph are matched after a quarter turn.
 
     python -m paper.evaluations.correspondence --data /imagenet/val \
         --checkpoint runs/moco/last.pt runs/main/last.pt --label MoCo-v3 SER
 
 Ours; the paper has no such figure. Writes correspondence-*.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
-photograph, a rotated and recoloured copy, and for each checkpoint what it finds of this copy,
-where other patches fade to white.
+photograph, a rotated and recoloured copy, and for each checkpoint the patches of this copy that
+it matches to their own places, where others fade to white.
 """
 import sys
 from argparse import Namespace
@@ -47,8 +47,8 @@ def copies(photo: Tensor, number: int) -> Tensor:
 
 
 @torch.no_grad()
-def found(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
-    """Whether each token of the turned copy is found, after a block, by the token of the
+def matched(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
+    """Whether each token of the turned copy is the nearest, after a block, to the token of the
     photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
     still, moved = eval_linear.map_after(encoder, layer, both)                    # (D, H, W)
     z = eval_linear.unit_tokens(still.rot90(1, (1, 2))[None])                     # (N, D)
@@ -89,8 +89,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
         copy = copies(shown, number)[1] * ser.STD + ser.MEAN
         pictures = [("photograph", shown), ("rotated and recoloured", copy)]
         for run, name in zip(runs, args.label, strict=True):
-            tokens = found(run.encoder, copies(seen, number), layer)
-            title = f"found by {name}:\n{tokens.sum()} of {tokens.numel()}"
+            tokens = matched(run.encoder, copies(seen, number), layer)
+            title = f"{name}:\n{tokens.sum()} of {tokens.numel()} matched"
             opacity = 0.15 + 0.85 * tokens.float()
             strength = F.interpolate(opacity[None, None], shown.shape[1:])
             pictures.append((title, 1 - strength[0] * (1 - copy)))     # 1 is white

@@ -5,7 +5,7 @@ from PIL import Image
 import eval_linear
 import ser
 from paper.evaluations import correspondence
-from paper.evaluations.correspondence import copies, found
+from paper.evaluations.correspondence import copies, matched
 from paper.tests.toys import call, class_folders, toy_checkpoint
 from test_ser import close, noise, pixels, sentence, write_image
 
@@ -19,9 +19,9 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     colours.depth, colours.norm = 2, torch.abs
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
-    assert found(colours, torch.stack([still, moved]), 1).equal(wanted)
+    assert matched(colours, torch.stack([still, moved]), 1).equal(wanted)
     wanted[2, 2] = True     # the last block's tokens are normalised, as in eval_linear
-    assert found(colours, torch.stack([still, moved]), 2).equal(wanted)
+    assert matched(colours, torch.stack([still, moved]), 2).equal(wanted)
 
     photo = torch.zeros(3, 8, 8)
     photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left
@@ -48,10 +48,10 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         assert min((copy - x.rot90(1, (1, 2))).abs().mean() for x in (shown, still)) > 0.02
         wanted = {"photograph": shown, "rotated and recoloured": copy}
         for name, path in (("MoCo-v3", moco), ("SER", ours)):
-            tokens = found(ser.load_encoder(path), copies(photo, number), 2)
+            tokens = matched(ser.load_encoder(path), copies(photo, number), 2)
             seen = tokens.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1)
             pale = 0.85 + 0.15 * copy
-            wanted[f"found by {name}:\n{tokens.sum()} of 16"] = torch.where(seen, copy, pale)
+            wanted[f"{name}:\n{tokens.sum()} of 16 matched"] = torch.where(seen, copy, pale)
 
         for panel, (title, picture) in zip(saved[0][0].axes[4 * number:], wanted.items()):
             assert panel.get_title() == title
