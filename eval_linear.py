@@ -113,9 +113,9 @@ class Checkpoint(NamedTuple):
 class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
-    train_centre: Dataset             # centre crops of the training images
-    train_random: Dataset | None      # random crops of them; None without --data
-    tests: dict[str, Dataset]         # centre crops; "val" first, then those of --test
+    train: Dataset               # centre crops of the training images
+    crops: Dataset | None        # random crops of them; None without --data
+    tests: dict[str, Dataset]    # centre crops; "val" first, then those of --test
 
 
 class Features(NamedTuple):
@@ -168,7 +168,7 @@ def evaluate(args: Namespace) -> list[dict]:
     checkpoints["trained"] = trained
 
     _, rank = ser.ranks_and_rank()
-    sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
+    sets_text = describe_sets({"train": sets.train, **sets.tests})
     rows = []
     for name, checkpoint in checkpoints.items():
         encoder = checkpoint.encoder.to(device)
@@ -198,7 +198,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
 def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
-    train = extract(encoder, sets.train_centre, args)
+    train = extract(encoder, sets.train, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     head = None
@@ -331,24 +331,24 @@ def load_sets(args: Namespace, size: int) -> Sets:
         val = TensorDataset(*ser.synthetic_images(1000, size, seed=102))
         return Sets([str(label) for label in range(6)], train, None, {"val": val})
 
-    train = Path(args.data, "train")
+    folder = Path(args.data, "train")
     centre = eval_transform(size)
-    train_centre = ClassFolder(train, centre)
-    classes = train_centre.classes
+    train = ClassFolder(folder, centre)
+    classes = train.classes
 
     # Choice: crops and flips of the release.
     random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    crops = ClassFolder(folder, random_crop)
 
     tests = {"val": ClassFolder(args.val or Path(args.data, "val"), centre, classes)}
-    if os.path.samefile(tests["val"].root, train):
+    if os.path.samefile(tests["val"].root, folder):
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
-        name, _, folder = test.partition("=")
-        # "train" and "crops" would read as images that heads learn from.
-        if not name or not folder or name in ("train", "crops", *tests):
+        name, _, path = test.partition("=")
+        if not name or not path or name in ("train", "crops", *tests):     # names of sets
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
-        tests[name] = ClassFolder(folder, centre, classes)
-    return Sets(classes, train_centre, ClassFolder(train, random_crop), tests)
+        tests[name] = ClassFolder(path, centre, classes)
+    return Sets(classes, train, crops, tests)
 
 
 def spread(data: Dataset, n: int) -> Subset:
@@ -444,7 +444,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     centre: features of centre crops of the training images. All ranks train the same heads,
     from one seed, and share no gradient, as heads cost little."""
     x_val, y_val = val
-    n_images = len(sets.train_centre)
+    n_images = len(sets.train)
     batch = min(args.batch_size, n_images)
     steps_per_epoch = n_images // batch     # the last, incomplete batch is not used
 
@@ -463,12 +463,12 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     _, rank = ser.ranks_and_rank()
     encoder_fingerprint = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        if args.cache or sets.train_random is None:
+        if args.cache or sets.crops is None:
             x_train, y_train = centre
         else:
             # On ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
             x_train = None
-            crops = Seeded(sets.train_random, args.seed, epoch)
+            crops = Seeded(sets.crops, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
@@ -498,7 +498,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
 def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent of logits (n, C), among the classes `candidates` alone."""
     best = logits[:, candidates].topk(min(5, len(candidates))).indices
-    guesses = candidates[best]     # (n, 5)
+    guesses = candidates[best]     # (n, 5), or (n, classes) if they are fewer
 
     # A head that diverged is wrong. `topk` takes nan for the largest, so it would guess one class.
     finite = logits.isfinite().all(1, keepdim=True)

@@ -89,20 +89,18 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 
 class Geometry(NamedTuple):
-    """The transforms g of a view: a flip, then quarter turns, then a scaling."""
-    flip: Tensor       # (B,) bool, horizontal flip
-    turns: Tensor      # (B,) int64, counter-clockwise quarter turns; four are none
-
-    # Of the scaling, only the size that it leads to is kept, so it needs no inverse.
-    # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
-    grid: tuple[int, int]    # of maps after the scaling
+    """The transforms g of a view: a flip, then quarter turns, then a scaling. The scaling is
+    kept as the size of the maps that it leads to, so it needs no inverse."""
+    flip: Tensor             # (B,) bool, horizontal flip
+    turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
+    grid: tuple[int, int]    # of all maps after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
     sampled, so a seed gives the same turns with any `elements`.
-    grid: of a square map before the scaling."""
+    grid: of a square map before the scaling. That of the Geometry is after it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -117,8 +115,9 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
     # Paper: sides are whole numbers of tokens (3.2).
-    # Choice, unlike 4.1: they are rounded, as in the release. So areas of 14 x 14 tokens are
-    # scaled by 0.66 to 1.38.
+    # Choice, unlike 4.1: areas leave [0.7, 1.3] a little, as sides are rounded, as in the release.
+    # Those of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
 
@@ -158,16 +157,16 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # The flip. Each step is computed for all images, and `where` takes it for those that make it.
+    # Each image has its own g, so every step is computed for all, and `where` takes it for
+    # those that make it: a flip, a half turn for two or three turns, a quarter turn for one
+    # or three, and a resize.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
-
-    # Two or three quarter turns begin with a half turn.
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
-    # One or three end with a quarter turn. It exchanges rows and columns, so a map and its turn
-    # are both resized to g.grid before one of them is taken. `contiguous` keeps all maps in one
-    # memory order, on which rounding depends.
-    turned = torch.rot90(x, 1, (-2, -1)).contiguous()
+    # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
+    # one of them is taken.
+    turned = torch.rot90(x, 1, (-2, -1))
+    turned = turned.contiguous()     # one memory order for all, on which rounding depends
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -244,7 +243,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 class Item(NamedTuple):
     """What the data set is asked for."""
     epoch: int
-    image: int     # its place in `source`
+    image_index: int
     in_b2: bool
 
 
@@ -270,16 +269,16 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3.
 #
-#     of b1, by T        with probability  of b2, by T_eq                    applied by
-#     a random crop      1                 the whole image becomes a square  sample_view
-#     a horizontal flip  P_FLIP            -                                 sample_view
-#     -                                    flip, turns and scaling           rho
-#     a colour jitter    P_COLOUR          the same                          jitter_and_normalise
-#     grayscale          P_GRAY            the same                          jitter_and_normalise
-#     blur               P_BLUR            the same                          jitter_and_normalise
-#     solarization       P_SOLARIZE        the same                          jitter_and_normalise
+#     of b1, by T        probability  of b2, by T_eq                    applied by
+#     a random crop      1            the whole image becomes a square  sample_view
+#     a horizontal flip  P_FLIP       -                                 sample_view
+#     -                               a flip, turns and a scaling       rho
+#     a colour jitter    P_COLOUR     the same                          jitter_and_normalise
+#     grayscale          P_GRAY       the same                          jitter_and_normalise
+#     blur               P_BLUR       the same                          jitter_and_normalise
+#     solarization       P_SOLARIZE   the same                          jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it is.
+# The last four are the photometric jitter. `sample_view`, in the loader, samples its strength.
 # It is applied on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
@@ -342,7 +341,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of these pixels, also for b2, which `rho` resizes.
+        # Choice: sigma scales with the side of `pixels`, also for b2, which `rho` resizes later.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -361,7 +360,7 @@ class ViewDataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.sample_views(self.load(index), item)
 
-    # These two are apart, as data sets in paper/methods do more with an image.
+    # Apart, as equimod.py and stl.py in paper/methods make more of an image.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -372,7 +371,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from this generator. torch.manual_seed seeds those of all
+        # RandomResizedCrop samples from this generator. Without workers it is also that of the
+        # training, which is seeded again at every step. torch.manual_seed would seed those of all
         # devices, and is slow.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
@@ -439,7 +439,7 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
 
 
-# The photometric jitter can be skipped, up to section 3. Only its Choices are not MoCo-v3's.
+# The photometric jitter can be skipped, up to section 3. It is MoCo-v3's, but for its Choices.
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
@@ -489,7 +489,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, whose Gaussian is made of boxes: this kernel.
+    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
     # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
@@ -830,7 +830,7 @@ class SER(nn.Module):
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. argparse prints the names of these functions in its errors.
 def nonnegative(text: str) -> float:
-    """A number from 0 on. Else, as for nan, it raises ValueError, like the next three."""
+    """A number from 0 on. These four functions raise ValueError for others, such as nan."""
     if not 0 <= float(text) < math.inf:
         raise ValueError
     return float(text)
@@ -861,8 +861,8 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(
         formatter_class=ArgumentDefaultsHelpFormatter,
-        description="Without --data, other defaults hold: see SMALL in ser.py, or "
-        "`settings` in the script of another method.")
+        description="Without --data, other defaults hold: SMALL in ser.py, or `small` in the "
+        "script of another method.")
 
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
@@ -1140,7 +1140,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # DATA/train, unless DATA is itself called train, as a folder train in it is then a class.
+    # DATA/train, unless DATA is itself called train: then a folder train in it is a class.
     root = Path(args.data)
     if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
@@ -1162,7 +1162,7 @@ def checksum(texts: Sequence[str]) -> str:
 def more_than_8_bits(image: Image.Image) -> bool:
     """Whether a channel of an opened image has more than 8 bits, which Pillow would cut to 8."""
     # Gray images say so by their mode, such as "I;16". Of colours only the format in the file
-    # does, such as "RGB;16B", or the largest value, 65535.
+    # does, such as "RGB;16B", or 65535, the largest value of a PPM file.
     formats = str([tile[3] for tile in image.tile])
     deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
     return deep or image.mode.startswith(("I", "F"))

@@ -40,13 +40,14 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure with bars for each run: patches matched after two blocks, and accuracies."""
+    """A figure with bars for each run: patches matched where the loss is, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})
-    matched = "rot90 retrieval with jitter"     # a share
-    panels = [(matched, blocks[0], 100, f"matched, block {blocks[0]}, %"),
-              (matched, blocks[-1], 100, f"matched, block {blocks[-1]}, %"),
+    jitter = "retrieval with jitter"     # a share
+    panels = [(f"rot90 {jitter}", blocks[0], 100, "matched, rotated, %"),
+              (f"hflip {jitter}", blocks[0], 100, "matched, flipped, %"),
+              (f"scale {jitter}", blocks[0], 100, "matched, scaled, %"),
               ("linear top-1 %", blocks[-1], 1, "accuracy, upright, %"),
               ("turned linear top-1 %", blocks[-1], 1, "accuracy, rotated, %")]
 
@@ -59,7 +60,7 @@ def draw(rows: list[dict]) -> Any:
     places = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
     colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
-    figure = Figure(figsize=(9.6, 2.4), layout="constrained")
+    figure = Figure(figsize=(11, 2.4), layout="constrained")
     columns = figure.subplots(1, len(panels), sharey=True)
     for axes, (measure, block, factor, title) in zip(columns, panels):
         of_runs = [sweep.select(rows, run, measure, block) for run in runs]

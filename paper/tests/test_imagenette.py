@@ -134,11 +134,11 @@ def test_readme_repeats_tables_of_the_index():
                 "SER + rotation")
         assert [*row.values()] == [cells[run] for run in runs]
 
-    *rows, _ = readme_table("README.md", "| % | MoCo-v3 |").values()     # the last: the paper's
-    blocks = {"| 100 epochs |": 2, "| 10 epochs |": 2, "| 200 classes, 16": 3}
-    for header, patches, linear in zip(blocks, rows[:3], rows[3:], strict=True):
-        check(linear, header, "linear, top-1 %")
-        check(patches, header, f"retrieval with jitter %, rot90, block {blocks[header]}")
+    *moved, ten, tiny = readme_table("README.md", "| % | MoCo-v3 |").values()
+    for row, element in zip(moved, ("rot90", "hflip", "scale"), strict=True):
+        check(row, "| 100 epochs |", f"retrieval with jitter %, {element}, block 6")
+    check(ten, "| 10 epochs |", "linear, top-1 %")
+    check(tiny, "| 200 classes, 16", "linear, top-1 %")
 
     for title, cells in readme_table("README.md", "| pasted").items():
         assert {*cells.values()} < {*readme_table("paper/README.md", "| pasted")[title].values()}
@@ -150,8 +150,8 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     assert (tmp_path / "figure.png").exists()
 
     panels = imagenette.draw(rows_of("tiny")).axes
-    titles = ["rot90 retrieval with jitter %, block 3", "rot90 retrieval with jitter %, block 12",
-              "linear top-1 %, block 12", "turned linear top-1 %, block 12"]
+    titles = [f"{kind} retrieval with jitter %, block 3" for kind in ("rot90", "hflip", "scale")]
+    titles += ["linear top-1 %, block 12", "turned linear top-1 %, block 12"]
     runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
     for axes, title in zip(panels, titles, strict=True):
         wanted = [numbers(printed[title][run])[0] for run in runs]
@@ -160,7 +160,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
                      "MoCo-v3 + rotation", "SER, λ = 0.5, + rotation"]
     upright = [row for row in rows_of("tiny") if "turned" not in row["measure"]]
-    assert len(imagenette.draw(upright).axes) == 3
+    assert len(imagenette.draw(upright).axes) == 4
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():
