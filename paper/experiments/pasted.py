@@ -1,6 +1,6 @@
 """The loss in a training that is not ours: timm's ViT, SimCLR, and `equiv_of_maps` of ser.py.
 
-    python -m paper.experiments.pasted --data imagenette-128 --weight 0.1
+    python -m paper.experiments.pasted --data imagenette-128
 
 The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
 batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
@@ -75,7 +75,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--data", required=True, help="folder with train/CLASS and val/CLASS")
     add("--out", default="runs/pasted")
-    add("--weight", type=float, default=0.1, help="of L_equiv")
+    add("--weight", type=float, default=0.5, help="of L_equiv")
     add("--seed", type=int, default=0)
     add("--workers", type=int, default=4)
     parser.set_defaults(epochs=20, warmup_epochs=1, batch_size=128, base_lr=2e-3)

@@ -122,7 +122,7 @@ def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(he
 
 def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
     printed, = tables("imagenette-10", capsys, "--seeds", "0", "--names", "control", "SER-0.1")
-    for title, cells in readme_table("README.md", "|  | control |").items():
+    for title, cells in readme_table("paper/README.md", "|  | control |").items():
         for run, cell in cells.items():
             assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
 

@@ -170,7 +170,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
 def test_readmes_table_is_what_the_rows_say():
     rows = json.loads(ser.Path(pasted.__file__).with_suffix(".json").read_text())
     args = vars(pasted.settings(["--data", "D"]))
-    assert args["weight"] == 0.1
+    assert args["weight"] == 0.5
     for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
         assert [row[key] for row in rows] == [args[key]] * len(rows)
     assert len({row["weights"] for row in rows}) == len(rows)
