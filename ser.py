@@ -166,7 +166,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
     # one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # one memory order for all, on which rounding depends
+    turned = turned.contiguous()     # so that `resize` rounds it as in the results of paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -278,7 +278,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR       the same                          jitter_and_normalise
 #     solarization       P_SOLARIZE   the same                          jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view`, in the loader, samples its strength.
+# The last four are the photometric jitter. `sample_view`, in the loader, samples whether and how strong.
 # It is applied on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
@@ -300,8 +300,8 @@ class Policy(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for an image. The defaults do nothing. Of a batch, the loader's collate
-    function makes each field a tensor (B,)."""
+    """What was sampled for an image, as numbers. The defaults do nothing. The loader's collate
+    function makes one Augmentation of a batch, whose fields are tensors (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
     top: float = 0.0           # shares of the image
     left: float = 0.0
@@ -371,9 +371,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from this generator. Without workers it is also that of the
-        # training, which is seeded again at every step. torch.manual_seed would seed those of all
-        # devices, and is slow.
+        # RandomResizedCrop samples from PyTorch's global generator, which `train` seeds again at
+        # every step. torch.manual_seed would be slow, as it seeds those of all devices.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
 
