@@ -278,8 +278,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR       the same                          jitter_and_normalise
 #     solarization       P_SOLARIZE   the same                          jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view`, in the loader, samples whether and how strong.
-# It is applied on the device, where it is much faster.
+# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it
+# is. It is applied on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
