@@ -157,16 +157,16 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Each image has its own g, so every step is computed for all, and `where` takes it for
-    # those that make it: a flip, a half turn for two or three turns, a quarter turn for one
-    # or three, and a resize.
+    # Each image has its own g, so every step is computed for all, and `where` takes it
+    # for those that make it: a flip, a half turn for two or three turns, a quarter turn for
+    # one or three, and a resize.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
     # one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # so that `resize` rounds it as in the results of paper/
+    turned = turned.contiguous()     # so `resize` rounds it as in the results of paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -269,14 +269,14 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3.
 #
-#     of b1, by T        probability  of b2, by T_eq                    applied by
-#     a random crop      1            the whole image becomes a square  sample_view
-#     a horizontal flip  P_FLIP       -                                 sample_view
-#     -                               a flip, turns and a scaling       rho
-#     a colour jitter    P_COLOUR     the same                          jitter_and_normalise
-#     grayscale          P_GRAY       the same                          jitter_and_normalise
-#     blur               P_BLUR       the same                          jitter_and_normalise
-#     solarization       P_SOLARIZE   the same                          jitter_and_normalise
+#     of b1, by T        probability  of b2, by T_eq              applied by
+#     a random crop      1            whole image, made a square  sample_view
+#     a horizontal flip  P_FLIP       -                           sample_view
+#     -                               flip, turns and a scaling   rho
+#     a colour jitter    P_COLOUR     the same                    jitter_and_normalise
+#     grayscale          P_GRAY       the same                    jitter_and_normalise
+#     blur               P_BLUR       the same                    jitter_and_normalise
+#     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
 # The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it
 # is. It is applied on the device, where it is much faster.
@@ -407,7 +407,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
         images = pixels / 255
         n_b1 = len(images) - n_b2     # `batch_items` puts b1 first
 
-        # Choice, unlike MoCo-v3, for speed: one order of colour operations for all images.
+        # Choice, unlike MoCo-v3, for speed: one order of colour operations for a batch.
         order = torch.randperm(4, generator=rng(args.seed, "jitter", step, view_number))
 
         aug_b1 = Augmentation(*[field[:n_b1] for field in aug])
@@ -969,7 +969,7 @@ def seed_and_make_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seed_and_make_encoder(args)     # its seed also counts for the next two lines
+    encoder = seed_and_make_encoder(args)     # its seed counts for the next lines, too
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1005,7 +1005,7 @@ def save(path: Path, **state: Any) -> None:
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """What a checkpoint holds. Exits if it has no settings, as those of other programs."""
+    """What a checkpoint holds. Exits if the settings of a run are not in it."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if "settings" not in state:
         sys.exit(f"{path} is no checkpoint of ser.py; paper/experiments/convert.py makes one "
