@@ -279,7 +279,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
 # The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it
-# is. It is applied on the device, where it is much faster.
+# is. It is applied on the device, where it is much faster, by a function of section 9.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -436,75 +436,6 @@ def normalise(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
-
-
-# The photometric jitter can be skipped, up to section 3. It is MoCo-v3's, but for its Choices.
-def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """Jitter images (B, 3, h, w) in [0, 1], and normalise them. Fields of `aug` are (B,)."""
-    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
-    # hue shifts of 0 leave an image as it is, bit for bit.
-    # Choice, unlike MoCo-v3, which jitters bytes: floats.
-    for operation in order.tolist():
-        if operation == 0:       # brightness: towards black, or away from it
-            x = (per_image(aug.brightness, x) * x).clamp(0, 1)
-        elif operation == 1:     # contrast: towards the mean gray, or away from it
-            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
-        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
-        else:                    # hue
-            x = shift_hue(x, per_image(aug.hue, x))
-
-    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
-
-    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
-
-    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
-    x = torch.where(inverted, 1 - x, x)
-    return normalise(x)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
-    B, _, h, w = x.shape
-
-    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
-    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
-
-    # Images become channels, as a convolution in B groups has a kernel for each channel.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -1131,7 +1062,76 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it, not needed for the method: files, images, checks, output ==========
+# ==== 9. Around it, not needed for the method: jitter, files, images, checks, output ==
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+    """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
+    `aug` are (B,). It is MoCo-v3's, but for the Choices here."""
+    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
+    # hue shifts of 0 leave an image as it is, bit for bit.
+    # Choice, unlike MoCo-v3, which jitters bytes: floats.
+    for operation in order.tolist():
+        if operation == 0:       # brightness: towards black, or away from it
+            x = (per_image(aug.brightness, x) * x).clamp(0, 1)
+        elif operation == 1:     # contrast: towards the mean gray, or away from it
+            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+            x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
+        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
+            x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
+        else:                    # hue
+            x = shift_hue(x, per_image(aug.hue, x))
+
+    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
+
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    if len(to_blur) > 0:
+        x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
+
+    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
+    x = torch.where(inverted, 1 - x, x)
+    return normalise(x)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
+    B, _, h, w = x.shape
+
+    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
+    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
+
+    # Images become channels, as a convolution in B groups has a kernel for each channel.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
+
+
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
