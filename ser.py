@@ -1141,8 +1141,11 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     # DATA/train, unless DATA is itself called train: then a folder train in it is a class.
     root = Path(args.data)
-    if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
-        root = root / "train"
+    if os.path.basename(os.path.abspath(root)) != "train":
+        if (root / "train").is_dir():
+            root = root / "train"
+        elif (root / "val").is_dir():
+            sys.exit(f"--data {args.data}: has a folder val, but no train")
 
     # This follows links, and leaves out hidden files and folders.
     found = glob.iglob("**/*", root_dir=root, recursive=True)
@@ -1161,10 +1164,11 @@ def checksum(texts: Sequence[str]) -> str:
 def more_than_8_bits(image: Image.Image) -> bool:
     """Whether a channel of an opened image has more than 8 bits, which Pillow would cut to 8."""
     # Gray images say so by their mode, such as "I;16". Of colours only the format in the file
-    # does, such as "RGB;16B", or 65535, the largest value of a PPM file.
+    # does, such as "RGB;16B", or 65535, the largest value of a PPM file, or a TIFF's tag 258.
     formats = str([tile[3] for tile in image.tile])
     deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
-    return deep or image.mode.startswith(("I", "F"))
+    bits = getattr(image, "tag_v2", {}).get(258, (8,))
+    return deep or max(bits) > 8 or image.mode.startswith(("I", "F"))
 
 
 def read_image(path: str) -> Tensor:

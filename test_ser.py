@@ -1031,9 +1031,10 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path, monkeypatch):
     (root / "c").symlink_to(root / "b")
     names = ("b/latest/val.JPEG", "c/latest/val.JPEG", "\udcff.bmp")
     assert ser.find_images(toy(root))[0] == [f"{root}/{name}" for name in names]
-    shutil.copytree(folder, root / "train")
-    for name in ("train", "test"):     # which may be classes
-        shutil.copytree(folder, root / "train" / name)
+    (root / "val").mkdir()
+    assert "no train" in sentence(ser.find_images, toy(root))
+    for place in ("train", "train/train", "train/val"):     # the last two are classes
+        shutil.copytree(folder, root / place)
     monkeypatch.chdir(root / "train")
     assert len({ser.find_images(toy(data))[1] for data in (root, root / "train", ".")}) == 1
 
@@ -1063,6 +1064,7 @@ def test_more_bits_and_animations_are_refused_with_their_path(mode, form, frames
     for deep in (png, b"P6 1 1 65535\n" + bytes(6)):     # 16 bits a channel of RGB
         Path(path).write_bytes(deep)
         pytest.raises(OSError, ser.read_image, path)
+    assert ser.more_than_8_bits(Mock(tile=[], mode="RGB", tag_v2={258: (16, 16, 16)}))     # a TIFF
 
 
 @parametrize("workers, begin", [(0, "^"), (1, "(?s)in DataLoader worker process.*")])
@@ -1131,8 +1133,7 @@ def eval_args(tree, checkpoint, *flags):
 
 
 def head_of(folder):
-    path, = folder.glob("head-*.pt")
-    return torch.load(path)
+    return torch.load(*folder.glob("head-*.pt"))
 
 
 def results_of(folder):

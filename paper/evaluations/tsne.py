@@ -33,12 +33,12 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def sample_classes(data: DatasetFolder, classes: int, seed: int) -> Subset:
-    """The images of so many random classes."""
+    """The images of so many random classes, the same ones in folders that lack some others."""
     if len(data.classes) < classes:
         sys.exit(f"--classes {classes}: there are {len(data.classes)} in --data")
-    order = torch.randperm(len(data.classes), generator=ser.rng("t-SNE", seed))
-    chosen = torch.isin(torch.tensor(data.targets), order[:classes])
-    return Subset(data, chosen.nonzero().flatten().tolist())
+    order = sorted(data.classes, key=lambda name: ser.seed_of("t-SNE", seed, name))
+    chosen = [data.class_to_idx[name] for name in order[:classes]]
+    return Subset(data, [i for i, label in enumerate(data.targets) if label in chosen])
 
 
 def plot(panel: Any, features: Tensor, labels: Tensor, seed: int) -> None:

@@ -44,15 +44,13 @@ def draw(rows: list[dict]) -> Any:
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})
-    jitter = "retrieval with jitter"     # a share
-    panels = [(f"rot90 {jitter}", blocks[0], 100, "matched, rotated, %"),
-              (f"hflip {jitter}", blocks[0], 100, "matched, flipped, %"),
-              (f"scale {jitter}", blocks[0], 100, "matched, scaled, %"),
-              ("linear top-1 %", blocks[-1], 1, "accuracy, upright, %"),
-              ("turned linear top-1 %", blocks[-1], 1, "accuracy, rotated, %")]
+    panels = [(f"{element} retrieval with jitter", blocks[0], 100, f"matched, {moved}, %")
+              for element, moved in zip(ser.ELEMENTS, ("rotated", "flipped", "scaled"))]
+    panels += [("linear top-1 %", blocks[-1], 1, "accuracy, upright, %"),
+               ("turned linear top-1 %", blocks[-1], 1, "accuracy, rotated, %")]
 
-    here = {row["run"] for row in rows}
-    runs = sorted(here & set(NAMES), key=lambda run: ("turned" in run, NAMES.index(run)))
+    runs = sorted({row["run"] for row in rows} & set(NAMES),
+                  key=lambda run: ("turned" in run, NAMES.index(run)))
     # Rows of rotated images were put in by hand: means of robustness.py over three angles.
     panels = [panel for panel in panels
               if all(sweep.select(rows, run, *panel[:2]) for run in runs)]

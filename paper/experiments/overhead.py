@@ -154,7 +154,7 @@ ROWS = {"counts": print_counts, "step": time_steps, "loader": time_loader}
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; `flags` are those of ser.py."""
-    parser = ArgumentParser(allow_abbrev=False)
+    parser = ArgumentParser()
     parser.add_argument("--rows", default="counts", choices=list(ROWS))
     parser.add_argument("--data", help="photographs, for the row loader")
     parser.add_argument("--batch-size", type=int, default=256 if CUDA else 16, help="of a step")

@@ -58,8 +58,7 @@ LISTS = {
         Run("no-rot90", "--group hflip scale", 69.17),
         Run("no-rot90-hflip", "--group scale", 69.12),
         Run("no-rot90-scale", "--group hflip", 68.67)],
-    "r": [
-        Run("r-0.005", "--ratio 0.005", 69.08), Run("r-0.02", "--ratio 0.02", 68.30)],
+    "r": [Run("r-0.005", "--ratio 0.005", 69.08), Run("r-0.02", "--ratio 0.02", 68.30)],
     "lambda": [
         Run("lambda-0", "--weight 0", 68.82), Run("lambda-0.1", "--weight 0.1"),
         Run("lambda-1", "--weight 1", 68.92), Run("lambda-5", "--weight 5", 68.73),
@@ -146,18 +145,19 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            before = [] if args.print else own_rows(words, out, images)
-            if not before:
+            if args.print or not own_rows(words, out, images):
                 call(["eval_linear.py", *words], args)
             if not args.print:
-                found += before or own_rows(words, out, images)
+                found.append(own_rows(words, out, images))
 
-        own = means(found, run.name, seed, blocks)
+        if not all(found):
+            sys.exit(f"{out}: its images or weights changed while it was evaluated")
+        own = means(sum(found, []), run.name, seed, blocks)
         if own:
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
             made_by = {
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
-                "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2,
+                "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2, "heads": len(found),
                 "read by heads": len(eval_linear.feature_blocks(trained))}
             own = [row | made_by for row in own]
             Path(out, "rows.json").write_text(json.dumps(own, indent=1))
@@ -167,7 +167,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
 
 def check_alike(rows: list[dict]) -> None:
     """Exit with one sentence if rows should not share a table."""
-    for name in ("flags", "images", "ranks", "bf16"):
+    for name in ("flags", "images", "ranks", "bf16", "heads"):
         found = {str(row.get(name)) for row in rows}     # older rows do not tell, so None is one
         if len(found) > 1:
             sys.exit(f"the rows are of runs with other {name}: {'; '.join(sorted(found))}")

@@ -71,7 +71,6 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert (photo == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
-    for changes, told in ((dict(equiv_layers=[3]), "--layer"),
-                          (dict(equiv_layers=[2], image_size=20), "several sizes")):
-        other = toy_checkpoint(tmp_path / "other", **changes)
+    for told, layer, size in (("--layer", 3, 16), ("several sizes", 2, 20)):
+        other = toy_checkpoint(tmp_path / "other", equiv_layers=[layer], image_size=size)
         assert told in sentence(call, correspondence, f"--data {val} --checkpoint {ours} {other}")

@@ -59,12 +59,11 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     class_folders(tmp_path / "D/val", per_class=2, seed=6)
     out = tmp_path / "runs"
     argv = f"--data {tmp_path}/D --out {out} --seeds 4 --names SER --bf16 --workers 0".split()
-    imagenette.main(imagenette.settings(argv))
+    imagenette.main(args := imagenette.settings(argv))
     rows = json.loads((out / "SER-4/rows.json").read_text())
     linear, = [row for row in rows if row["run"] == "SER" and row["measure"] == "linear top-1 %"]
     assert len(linear["values"]) == 3
-    measured = {row["block"] for row in rows if row["classes"] is None}
-    assert measured == set(imagenette.settings(argv).blocks)
+    assert {row["block"] for row in rows if row["classes"] is None} == set(args.blocks)
     assert (linear["ranks"], linear["bf16"], linear["own"]) == (1, True, "ser.py --weight 0.5")
 
     # Two rows of one run and seed are refused, and so are those of other runs, or older ones.
@@ -72,7 +71,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     twice = ["--show", path, path, "--out", str(out), *argv[4:], "--seeds", "4", "5"]
     assert "one run and seed" in sentence(imagenette.main, imagenette.settings(twice))
     twice[1] = str(out / "others.json")
-    changed = {f"{name}: ": {name: None} for name in ("flags", "images", "ranks", "bf16")}
+    changed = {f"{name}: ": {name: None} for name in ("flags", "images", "ranks", "bf16", "heads")}
     changed |= {"weight 0.3": {"own": "ser.py --weight 0.3"}}
     for told, changes in changed.items():
         (out / "others.json").write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))

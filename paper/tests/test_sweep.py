@@ -81,6 +81,8 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     (out / "SER-5" / "eval.json").write_text(json.dumps(results))
     sweep.main(sweep.settings(argv))
     assert capsys.readouterr().out.count("eval_linear.py") == 1
+    monkeypatch.setattr(sweep, "own_rows", lambda *_: [])     # as if the images changed
+    assert "changed" in sentence(sweep.main, sweep.settings(argv))
 
     # Runs that are there refuse other settings before another is trained.
     monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
@@ -111,8 +113,7 @@ def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
     assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
 
 
-def test_rows_are_means_over_evaluations():
-    """Of equivariance after the wanted blocks; of the untrained encoder, only SER's."""
+def test_rows_are_means_over_evaluations_after_wanted_blocks_and_untrained_ones_are_sers():
     place = {"encoder": "trained", "weights": "w", "images": "i", "set": "val"}
     linear = place | {"classes": 6, "block": 3, "measure": "linear top-1 %"}
     turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}

@@ -21,8 +21,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     plot = tsne.plot
     monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
     val = class_folders(tmp_path / "val", per_class=12, size=24)
-    one = toy_checkpoint(tmp_path / "one")
-    two = toy_checkpoint(tmp_path / "two", seed=1)
+    one, two = [toy_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     call(tsne, f"--data {val} --checkpoint {one} {two} --label A B --classes 4 --seed 2", flags)
 
     root = class_folders(tmp_path / "root/train")[:-6]
@@ -34,11 +33,13 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     assert (len(classes), len(sample)) == (4, 48)
     assert sample.indices != tsne.sample_classes(data, 4, 0).indices
     assert "--classes 99" in sentence(tsne.sample_classes, data, 99, 0)
+    data.classes = sorted({data.classes[label] for label in labels})     # if others are missing
+    assert tsne.sample_classes(data, 4, 2).indices == sample.indices
     figure, = figures
     for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), torch.stack(images))
         torch.testing.assert_close(x, features[:, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)
-        assert panel.get_title() == name
-        assert panel.collections[0].get_array().tolist() == colours.tolist()
+        shown = panel.collections[0].get_array().tolist()
+        assert (panel.get_title(), shown) == (name, colours.tolist())
