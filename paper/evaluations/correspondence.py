@@ -83,8 +83,6 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     for number, (row, photo) in enumerate(zip(panels, photos)):
         # Training and evaluations ignore EXIF flags. Here a phone's photograph stands upright.
         with Image.open(photo) as file:
-            if ser.more_than_8_bits(file):
-                sys.exit(f"{photo} has more than 8 bits a channel")
             image = pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
         seen = eval_linear.eval_transform(size)(image) / 255
         shown = eval_linear.eval_transform(2 * size)(image) / 255

@@ -39,8 +39,8 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
 
 
 def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
-    class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
-    words = f"--rows loader --data {tmp_path} --rounds 1".split()
+    data = class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
+    words = f"--rows loader --data {data} --rounds 1".split()
     pytest.raises(SystemExit, overhead.settings, [*words, "--bf16"])     # of steps alone
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
@@ -75,7 +75,7 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
     made = create_autospec(overhead.training_step, return_value=lambda number: None)
     monkeypatch.setattr(overhead, "training_step", made)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
-    overhead.time_steps(overhead.settings("--rows=step --rounds=3 --bf16 --batch-size=24".split()))
+    overhead.time_steps(overhead.settings("--rows=step --rounds=3 --bf16 --batch=24".split()))
     sides = [ser.parse(["--data", "given", *one.args[0]]) for one in made.call_args_list]
     assert [(side.ratio, side.cls_layer, side.batch_size, side.bf16) for side in sides] == [
         (0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
