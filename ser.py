@@ -159,7 +159,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 
     # Each image has its own g, so every step is computed for all, and `where` takes it
     # for those that make it: a flip, a half turn for two or three turns, a quarter turn for
-    # one or three, and a resize.
+    # one or three. All are resized.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
@@ -791,8 +791,8 @@ def arguments() -> ArgumentParser:
     """The flags of ser.py, to which another method adds its own."""
     parser = ArgumentParser(
         formatter_class=ArgumentDefaultsHelpFormatter,
-        description="Without --data, other defaults hold: SMALL in ser.py, or `small` in the "
-        "script of another method.")
+        description="Without --data, other defaults hold: see SMALL in ser.py, or the function "
+        "`settings` in the script of another method.")
 
     def add(flag: str, kind: Callable, default: Any, help: str, **more: Any) -> None:
         parser.add_argument(flag, type=kind, default=default, help=help, **more)
@@ -1133,7 +1133,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
-    """The images of a run, as sorted paths below DATA/train or, without one, below
+    """The images of a run, as sorted paths below DATA/train or, with neither train nor val, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
     if not args.data:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
@@ -1145,7 +1145,7 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         if (root / "train").is_dir():
             root = root / "train"
         elif (root / "val").is_dir():
-            sys.exit(f"--data {args.data}: has a folder val, but no train")
+            sys.exit(f"--data {args.data}: has val, but no train; name the training images")
 
     # This follows links, and leaves out hidden files and folders.
     found = glob.iglob("**/*", root_dir=root, recursive=True)
@@ -1162,9 +1162,9 @@ def checksum(texts: Sequence[str]) -> str:
 
 
 def more_than_8_bits(image: Image.Image) -> bool:
-    """Whether a channel of an opened image has more than 8 bits, which Pillow would cut to 8."""
+    """Whether channels of an opened image have 16 bits or more, which Pillow would cut to 8."""
     # Gray images say so by their mode, such as "I;16". Of colours only the format in the file
-    # does, such as "RGB;16B", or 65535, the largest value of a PPM file, or a TIFF's tag 258.
+    # does, such as "RGB;16B", or 65535 as the largest value of a PPM, or the tag 258 of a TIFF.
     formats = str([tile[3] for tile in image.tile])
     deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
     bits = getattr(image, "tag_v2", {}).get(258, (8,))

@@ -1040,7 +1040,7 @@ def test_any_tree_of_images_is_a_data_set(folder, tmp_path, monkeypatch):
 
 
 @parametrize("mode, form", [
-    ("RGB", "PNG"), ("L", "JPEG"), ("RGBA", "PNG"), ("CMYK", "JPEG"), ("P", "PNG"), ("L", "MPO")])
+    ("RGB", "PNG"), ("L", "JPEG"), ("RGBA", "PNG"), ("CMYK", "TIFF"), ("P", "PNG"), ("L", "MPO")])
 def test_an_image_is_read_as_pillow_shows_it(mode, form, tmp_path):
     image = Image.linear_gradient("L").resize((19, 12)).convert(mode)
     exif = Image.Exif()

@@ -149,9 +149,9 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
                 call(["eval_linear.py", *words], args)
             if not args.print:
                 found.append(own_rows(words, out, images))
+                if not found[-1]:
+                    sys.exit(f"{out}: images changed since the sweep began, or weights just now")
 
-        if not all(found):
-            sys.exit(f"{out}: its images or weights changed while it was evaluated")
         own = means(sum(found, []), run.name, seed, blocks)
         if own:
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
