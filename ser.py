@@ -1133,7 +1133,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
-    """The images of a run, as sorted paths below DATA/train or, with neither train nor val, below
+    """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
     if not args.data:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
@@ -1141,11 +1141,8 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
 
     # DATA/train, unless DATA is itself called train: then a folder train in it is a class.
     root = Path(args.data)
-    if os.path.basename(os.path.abspath(root)) != "train":
-        if (root / "train").is_dir():
-            root = root / "train"
-        elif (root / "val").is_dir():
-            sys.exit(f"--data {args.data}: has val, but no train; name the training images")
+    if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
+        root = root / "train"
 
     # This follows links, and leaves out hidden files and folders.
     found = glob.iglob("**/*", root_dir=root, recursive=True)

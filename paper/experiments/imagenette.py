@@ -26,8 +26,7 @@ FLAGS = """--image-size 64 --patch-size 8 --dim 128 --depth 6 --heads 4 --cls-la
            --equiv-layers 2 --ratio 0.125 --moco-hidden 1024 --crop-min 0.2 --batch-size 128
            --epochs 10 --warmup-epochs 1 --base-lr 2e-3 --log-every 10"""
 RUNS = [
-    Run("MoCo-v3", sweep.PLAIN),
-    Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
+    Run("MoCo-v3", sweep.PLAIN), Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
     Run("turned-control", "--weight 0", script="-m paper.methods.turned"),
     Run("turned-SER", "--weight 0.5", script="-m paper.methods.turned"),
     Run("control", "--weight 0"), Run("SER-0.1", "--weight 0.1"), Run("SER", "--weight 0.5")]

@@ -145,10 +145,11 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            if args.print or not own_rows(words, out, images):
+            own = [] if args.print else own_rows(words, out, images)
+            if not own:
                 call(["eval_linear.py", *words], args)
             if not args.print:
-                found.append(own_rows(words, out, images))
+                found.append(own or own_rows(words, out, images))
                 if not found[-1]:
                     sys.exit(f"{out}: images changed since the sweep began, or weights just now")
 

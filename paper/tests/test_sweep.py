@@ -57,7 +57,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     sweep.main(sweep.settings(argv))
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
-    assert "   69.51    0 in b2  -m paper.methods." in told and "   69    2 in b2  ser.py" in told
+    assert "  69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
     assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
