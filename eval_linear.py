@@ -3,7 +3,7 @@
     python eval_linear.py                          # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, with choices where that is silent. Beside --data,
+The second line is the protocol of 4.1, with choices where that is silent. With --data, these
 flags ask for other things:
 
     flags              heads     learn from         20-NN   equivariance         time
@@ -113,9 +113,9 @@ class Checkpoint(NamedTuple):
 class Sets(NamedTuple):
     """The images of an evaluation."""
     classes: Sequence[str]
-    train: Dataset               # centre crops of the training images
-    crops: Dataset | None        # random crops of them; None without --data
-    tests: dict[str, Dataset]    # centre crops; "val" first, then those of --test
+    train_centre: Dataset           # centre crops of the training images
+    train_random: Dataset | None    # random crops of them; None without --data
+    tests: dict[str, Dataset]       # centre crops; "val" first, then those of --test
 
 
 class Features(NamedTuple):
@@ -168,7 +168,7 @@ def evaluate(args: Namespace) -> list[dict]:
     checkpoints["trained"] = trained
 
     _, rank = ser.ranks_and_rank()
-    sets_text = describe_sets({"train": sets.train, **sets.tests})
+    sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
     rows = []
     for name, checkpoint in checkpoints.items():
         encoder = checkpoint.encoder.to(device)
@@ -198,7 +198,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
 def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[list[dict], dict]:
     """Rows of 20-NN and, if wanted, of heads; and what is saved of the best linear head."""
-    train = extract(encoder, sets.train, args)
+    train = extract(encoder, sets.train_centre, args)
     tests = {name: extract(encoder, data, args) for name, data in sets.tests.items()}
 
     head = None
@@ -345,7 +345,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        if not name or not path or name in ("train", "crops", *tests):     # names of sets
+        if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
     return Sets(classes, train, crops, tests)
@@ -444,7 +444,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     centre: features of centre crops of the training images. All ranks train the same heads,
     from one seed, and share no gradient, as heads cost little."""
     x_val, y_val = val
-    n_images = len(sets.train)
+    n_images = len(sets.train_centre)
     batch = min(args.batch_size, n_images)
     steps_per_epoch = n_images // batch     # the last, incomplete batch is not used
 
@@ -463,12 +463,12 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     _, rank = ser.ranks_and_rank()
     encoder_fingerprint = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
-        if args.cache or sets.crops is None:
+        if args.cache or sets.train_random is None:
             x_train, y_train = centre
         else:
             # On ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
             x_train = None
-            crops = Seeded(sets.crops, args.seed, epoch)
+            crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
 
         order = torch.randperm(n_images, generator=ser.rng(args.seed, "eval", epoch))
@@ -557,9 +557,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     """How often a token of an image is nearest to its own place in the moved image, among the
     tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
 
-    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
-        should begin with a colour jitter, or the mean colour of a patch finds almost every turned
-        token.
+    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. Unless
+        it begins with a colour jitter, the mean colour of a patch finds almost every turned token.
     images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
         fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some

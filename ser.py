@@ -5,8 +5,8 @@ second one at an intermediate layer, where the patch tokens still form a map of 
 
     f = f2 . f1    f1, the network up to block 3, makes a map of patch tokens; [CLS] enters with f2
     b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
-                   made by crops, flips and photometric jitter (T), views of b2 by
-                   transforms that can be undone, of a group G, and the same jitter (T_eq)
+                   made by crops, flips and photometric jitter (T), views of b2 by the
+                   transforms of a group G and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. The map rho_g(f1(x1)) is
@@ -36,11 +36,11 @@ says otherwise.
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
     Choice, unlike X    here we depart from X, which the paper prescribes or keeps
-    Paper:              the paper prescribes this, which may surprise
+    Paper:              the paper prescribes this
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv
 has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
-956 to 962). So the results of the paper may be of another version.
+956 to 962). So the results of the paper may come from another version of the code.
 
 Paths such as paper/methods are folders beside this file, with other methods and experiments.
 
@@ -135,8 +135,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Others are resized in float32, on GPUs as
-    # well, so that devices agree.
+    # On CPUs, only these types can be antialiased. Others, such as maps in half precision where
+    # this is copied, are resized in float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -166,7 +166,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
     # one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # so `resize` rounds it as in the results of paper/
+    turned = turned.contiguous()     # for the last bit alone: results in paper/ were made so
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -220,6 +220,9 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     the order of colour operations    --seed, step and view
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
+#
+# The global generators have another seed for each image, by ViewDataset, and for each step, by
+# `train`, so images and methods share no random numbers.
 
 
 def seed_of(*names: Any) -> int:
@@ -256,13 +259,14 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
     steps_per_epoch = n_images // args.batch_size
 
     for step in range(start, end):
-        epoch, number = divmod(step, steps_per_epoch)
-        if number == 0 or step == start:     # a run may go on in the middle of an epoch
+        epoch, step_of_epoch = divmod(step, steps_per_epoch)
+        if step_of_epoch == 0 or step == start:     # a run may go on in the middle of an epoch
             order = torch.randperm(n_images, generator=rng(args.seed, "order", epoch))
             batches = order.split(args.batch_size)
 
-        b1 = batches[number][:b1_total].chunk(ranks)[rank].tolist()
-        b2 = batches[number][b1_total:].chunk(ranks)[rank].tolist()     # empty with --ratio 0
+        batch = batches[step_of_epoch]
+        b1 = batch[:b1_total].chunk(ranks)[rank].tolist()
+        b2 = batch[b1_total:].chunk(ranks)[rank].tolist()     # empty with --ratio 0
         items = [Item(epoch, index, False) for index in b1]
         yield items + [Item(epoch, index, True) for index in b2]
 
@@ -279,7 +283,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
 # The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it
-# is. It is applied on the device, where it is much faster, by a function of section 9.
+# is. It is applied on the device, where it is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -371,8 +375,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from PyTorch's global generator, which `train` seeds again at
-        # every step. torch.manual_seed would be slow, as it seeds those of all devices.
+        # RandomResizedCrop samples from PyTorch's. torch.manual_seed would be slow, as it seeds
+        # the generators of all devices.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
 
@@ -436,6 +440,75 @@ def normalise(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         raise ValueError(f"images are {x.dtype}: divide them by 255")
     return (x - MEAN.to(x, non_blocking=True)) / STD.to(x, non_blocking=True)
+
+
+def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
+    """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
+    `aug` are (B,). It is MoCo-v3's, but for the Choices here."""
+    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
+    # hue shifts of 0 leave an image as it is, bit for bit.
+    # Choice, unlike MoCo-v3, which jitters bytes: floats.
+    for operation in order.tolist():
+        if operation == 0:       # brightness: towards black, or away from it
+            x = (per_image(aug.brightness, x) * x).clamp(0, 1)
+        elif operation == 1:     # contrast: towards the mean gray, or away from it
+            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
+            x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
+        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
+            x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
+        else:                    # hue
+            x = shift_hue(x, per_image(aug.hue, x))
+
+    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
+
+    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
+    if len(to_blur) > 0:
+        x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
+
+    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
+    x = torch.where(inverted, 1 - x, x)
+    return normalise(x)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
+    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
+    r, g, b = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+
+    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
+    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
+    hue = torch.where(value == r, (g - b) / divisor, hue)
+
+    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
+    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
+    # with offset 5 for red, 3 for green and 1 for blue.
+    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
+    k = (hue + 6 * shift + offsets) % 6
+    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    return torch.where(shift == 0, x, shifted)
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
+    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
+    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
+    B, _, h, w = x.shape
+
+    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
+    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
+    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
+    offsets = torch.arange(-radius, radius + 1, device=x.device)
+
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
+
+    # Images become channels, as a convolution in B groups has a kernel for each channel.
+    x = F.pad(x, [radius] * 4, mode="reflect")
+    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
+    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
+    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
+    return x.transpose(0, 1)
 
 
 # ==== 3. Encoder: f1, then f2 (paper 3.1) =============================================
@@ -652,13 +725,15 @@ def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
     # Choice, unlike Eq. 3: BatchNorm has statistics of b1 and b2 together, as in the
     # release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    *inner, out = widths
     layers = []
-    for fan_in, fan_out in pairwise(widths):
+    for fan_in, fan_out in pairwise(inner):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    last = nn.Linear(inner[-1], out, bias=False)
+    return nn.Sequential(*layers, last, nn.BatchNorm1d(out, affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -733,10 +808,9 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
-        # all images, each of which is a key for all, as in the release. On 8 ranks, b1 has 2,024
-        # images and b2 has 24. With two means, each of the 24 would weigh 2,024 / 24 = 84 times
-        # as much as each of the others. A sum of two means would also be about twice as large,
-        # so that lambda would count half.
+        # all images, each of which is a key for all, as in the release. As a sum of two means,
+        # it would be about twice as large, and an image of b2, of which there are 24 on 8 ranks,
+        # would weigh 84 times as much as one of the 2,024 of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -813,10 +887,10 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, the next two flags both name the last block of f1. The paper's
-    # figure of ablations also moves [CLS] alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations of layers move
+    # either. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
-    add("--equiv-layers", count, [3], "blocks after which L_equiv acts: where f1 ends", nargs="+")
+    add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
     add("--ratio", share, 0.01,
         "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
@@ -985,15 +1059,15 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
-# bring their own:
-#     build(args)                         a model with a `base` (section 5)
-#     make_dataset(source, args)          what `two_view_dataset` returns
-#     make_optimizer(model, args)         what `adamw` returns
-#     schedule(optimizer, args, epoch)    called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
+    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`.
+    Other methods bring functions of their own:
+
+    build(args): a model with a `base` (section 5).
+    make_dataset(source, args): what `two_view_dataset` returns.
+    make_optimizer(model, args): what `adamw` returns.
+    schedule(optimizer, args, epoch): called before every step."""
     # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1062,76 +1136,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     return path
 
 
-# ==== 9. Around it, not needed for the method: jitter, files, images, checks, output ==
-def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
-    """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
-    `aug` are (B,). It is MoCo-v3's, but for the Choices here."""
-    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
-    # hue shifts of 0 leave an image as it is, bit for bit.
-    # Choice, unlike MoCo-v3, which jitters bytes: floats.
-    for operation in order.tolist():
-        if operation == 0:       # brightness: towards black, or away from it
-            x = (per_image(aug.brightness, x) * x).clamp(0, 1)
-        elif operation == 1:     # contrast: towards the mean gray, or away from it
-            mean = rgb_to_grayscale(x).mean((2, 3), keepdim=True)
-            x = mean.lerp(x, per_image(aug.contrast, x)).clamp(0, 1)
-        elif operation == 2:     # saturation: towards the gray of each pixel, or away from it
-            x = rgb_to_grayscale(x).lerp(x, per_image(aug.saturation, x)).clamp(0, 1)
-        else:                    # hue
-            x = shift_hue(x, per_image(aug.hue, x))
-
-    x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
-
-    to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
-    if len(to_blur) > 0:
-        x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
-
-    inverted = per_image(aug.solarize, x) & (x >= SOLARIZE_FROM)
-    x = torch.where(inverted, 1 - x, x)
-    return normalise(x)
-
-
-def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue of images (B, 3, h, w) by `shift` (B, 1, 1, 1), a share of the circle."""
-    # The hue lies on a circle of length 6, where red is at 0, green at 2 and blue at 4.
-    r, g, b = x.split(1, dim=1)
-    value = x.amax(1, keepdim=True)
-    chroma = value - x.amin(1, keepdim=True)
-
-    divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
-
-    # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
-    #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
-    # with offset 5 for red, 3 for green and 1 for blue.
-    offsets = torch.arange(5, 0, -2, device=x.device).view(3, 1, 1)     # 5, 3, 1
-    k = (hue + 6 * shift + offsets) % 6
-    shifted = value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-    return torch.where(shift == 0, x, shifted)
-
-
-def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
-    B, _, h, w = x.shape
-
-    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
-    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
-    radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
-    offsets = torch.arange(-radius, radius + 1, device=x.device)
-
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
-    kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
-
-    # Images become channels, as a convolution in B groups has a kernel for each channel.
-    x = F.pad(x, [radius] * 4, mode="reflect")
-    x = x.transpose(0, 1)                       # (3, B, h + 2 radius, w + 2 radius)
-    x = F.conv2d(x, kernel.mT, groups=B)        # (3, B, h, w + 2 radius)
-    x = F.conv2d(x, kernel, groups=B)           # (3, B, h, w)
-    return x.transpose(0, 1)
-
-
+# ==== 9. Around it, not needed for the method: files, images, checks, output ==========
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     """The images of a run, as sorted paths below DATA/train or, without one, below
     DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""

@@ -96,7 +96,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     if ser.ranks_and_rank()[1] > 0:
         return
 
-    images = eval_linear.describe_sets({"train": sets.train, **sets.tests})
+    images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
     images += f", split {ser.checksum(sorted(numpy.load(args.split).tolist()))}"
     eval_linear.add_rows(path, rows, args, checkpoint, images)
     eval_linear.print_table(rows)

@@ -138,7 +138,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
 
     sets = eval_linear.load_sets(args, checkpoint.settings["image_size"])
     classes = len(sets.classes)
-    data = sets.crops
+    data = sets.train_random
     names = [image.removeprefix(str(data.root)) for image, _ in data.samples]
 
     run = training_settings("finetune", args, checkpoint, names)

@@ -98,9 +98,9 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     run = Namespace(**checkpoint.settings)
     layers = [layer for layer in args.layers if layer <= run.depth]
     sets = eval_linear.load_sets(args, run.image_size)
-    train = eval_linear.spread(sets.train, args.images)
+    train = eval_linear.spread(sets.train_centre, args.images)
     test = eval_linear.spread(sets.tests["val"], args.images // 2)
-    images = eval_linear.describe_sets({"train": sets.train, **sets.tests})
+    images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
     lines = {task: [f"{task}, % after blocks {layers}, chance {100 / len(versions):g}"]
              for task, versions in TASKS.items()}

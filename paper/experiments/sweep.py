@@ -131,7 +131,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
     data = ["--data", args.data, "--workers", str(args.workers)]
     if not args.print:
         sets = eval_linear.load_sets(eval_linear.parse(data), size=1)     # of any size
-        images = eval_linear.describe_sets({"train": sets.train, **sets.tests})
+        images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
     # Runs that have begun go first, as they refuse other flags than theirs.
     order = sorted(product(args.seeds, args.runs), key=lambda pair: not Path(

@@ -107,7 +107,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
 def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypatch, capsys):
     whole, line = done
     load = eval_linear.load_sets
-    monkeypatch.setattr(eval_linear, "load_sets", lambda *a: load(*a)._replace(train=None))
+    monkeypatch.setattr(eval_linear, "load_sets", lambda *a: load(*a)._replace(train_centre=None))
     shutil.copytree(whole, tmp_path / "out")
     moved = shutil.copytree(whole.parent / "data", tmp_path / "moved")
     line = f"{line} --out {tmp_path}/out --data {moved}"
