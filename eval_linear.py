@@ -3,8 +3,8 @@
     python eval_linear.py                          # runs/ser/last.pt, on synthetic images
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
-The second line is the protocol of 4.1, with choices where that is silent. With --data, these
-flags ask for other things:
+The second line is the protocol of 4.1, with choices where that is silent. With --data,
+these flags ask for other things:
 
     flags              heads     learn from         20-NN   equivariance         time
     none               linear    random crops       yes     no                   hours
@@ -14,11 +14,11 @@ flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and 20-NN, so
-linear heads on random crops need a line of their own.
-Without --data, all take seconds, and images are not cropped. Equivariance of turns, after f1,
-is then always measured. Where equivariance is measured, the untrained encoder is evaluated, too, in
-twice the time.
+--equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and
+20-NN, so linear heads on random crops need a line of their own.
+Without --data, all take seconds, and images are not cropped. Equivariance of turns, after
+f1, is then always measured. Where equivariance is measured, the untrained encoder is
+evaluated, too, in twice the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
