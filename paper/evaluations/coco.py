@@ -6,10 +6,11 @@
 val2017/. coco.jsonl gets the settings and, every 500 steps, the losses. Then coco.pt is saved, too,
 from which the same command resumes.
 
-Paper: the encoder is frozen, "the detection head" is trained for 45k iterations of 32 images of
-train2017, and AP is reported on val2017. It leaves open the detector, its neck, the features, the
-size of the images, the optimizer and the augmentation. Each is a flag or has a `# Choice:` below:
-torchvision's Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
+Paper: following DINOv2 (Oquab et al. 2023), which detects nothing on COCO, the encoder is frozen.
+"The detection head" is trained for 45k iterations of 32 images of train2017, and AP is of val2017.
+It leaves open the detector, its neck, the features, the size of the images, the optimizer and the
+augmentation. Each is a flag or has a `# Choice:` below: torchvision's Faster R-CNN, on ViTDet's
+simple pyramid (Li et al. 2022) over the last block's map.
 """
 import sys
 import zlib
@@ -127,10 +128,10 @@ def photos(args: Namespace, name: str, train: bool) -> Dataset:
 
     if train:
         # A detector learns neither from crowds nor from boxes without an area.
-        boxes = data.coco.imgToAnns
-        for items in boxes.values():
+        annotations = data.coco.imgToAnns
+        for items in annotations.values():
             items[:] = [x for x in items if not x["iscrowd"] and min(x["bbox"][2:]) > 0]
-        data.ids = [image_id for image_id in data.ids if boxes[image_id]]
+        data.ids = [image_id for image_id in data.ids if annotations[image_id]]
 
     return wrap_dataset_for_transforms_v2(data)
 

@@ -6,10 +6,11 @@ finetune.jsonl beside the results gets the settings and, after each epoch, the l
 batch. Then finetune.pt is saved, too, from which the same command resumes. Evaluations take it as
 they take last.pt.
 
-Paper: "full fine-tuning", nothing else. Its 73.8 for MoCo-v3 is far below the 81.4 of MoCo-v3's
-authors, who pre-train for 300 epochs and fine-tune with DeiT's schedule and strong augmentation. So
-we take a short, plain recipe: AdamW with a layer-wise decay of the learning rate, warmup and
-cosine, stochastic depth, label smoothing, and the random crops and flips of the linear probe.
+Paper: "full fine-tuning", following Garrido et al. 2023, without settings. Its 73.8 for MoCo-v3 is
+far below the 81.4 of MoCo-v3's authors, who pre-train for 300 epochs and fine-tune with DeiT's
+schedule and strong augmentation. So we take a short, plain recipe: AdamW with a layer-wise decay of
+the learning rate, warmup and cosine, stochastic depth, label smoothing, and the random crops and
+flips of the linear probe.
 """
 from argparse import Namespace
 from pathlib import Path

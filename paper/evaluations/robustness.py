@@ -75,8 +75,8 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
             fitting[str(path)] = state
 
     if len(fitting) != 1:
-        sys.exit(f"{args.checkpoint} has {len(fitting)} heads, {sorted(fitting)}: train one by "
-                 "eval_linear.py, or name one by --head")
+        sys.exit(f"{args.head or 'its folder'} has {len(fitting)} heads for {args.checkpoint}, "
+                 f"{sorted(fitting)}: train one by eval_linear.py, or name one by --head")
 
     path, state = fitting.popitem()
     classes, width = state["weight"].shape

@@ -6,8 +6,8 @@
 
 The first line runs all, on the copies that paper/README.md makes. The second prints its command
 lines, the third tables of given rows, which --figure draws. Rate and crop were chosen by the
-accuracy of MoCo-v3 alone. 16 of 128 images are in b2, a larger share than in the paper, as a token
-is told from those of as many images there, about 20 of 2048. Flags of ser.py go to all runs.
+accuracy of MoCo-v3 alone. 16 of 128 images are in b2, so that a token is told from those of about
+as many images as in the paper, which has some 20 of 2,048. Flags of ser.py go to all runs.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """
@@ -54,7 +54,7 @@ def draw(rows: list[dict]) -> Any:
     panels = [panel for panel in panels
               if all(sweep.select(rows, run, *panel[:2]) for run in runs)]
 
-    places = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
+    heights = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
     colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
 
     figure = Figure(figsize=(11, 2.4), layout="constrained")
@@ -63,14 +63,14 @@ def draw(rows: list[dict]) -> Any:
         of_runs = [sweep.select(rows, run, measure, block) for run in runs]
         values = [factor * mean(seeds.values()) for seeds in of_runs]
 
-        bars = axes.barh(places, values, color=colors)
+        bars = axes.barh(heights, values, color=colors)
         axes.bar_label(bars, fmt="%.1f", padding=3)
         axes.set_title(title, fontsize="medium", loc="left")
         axes.set(xlim=(0, 110), xticks=[])     # with room for numbers
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    axes.set_yticks(places, [TITLES.get(run, run) for run in runs])     # of all, which share it
+    axes.set_yticks(heights, [TITLES.get(run, run) for run in runs])     # shared by all panels
     axes.invert_yaxis()
     return figure
 

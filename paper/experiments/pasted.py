@@ -98,7 +98,7 @@ def train(args: Namespace) -> Model:
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    # Crops depend on the number of workers, but `resume` lets `workers` differ: a second name.
+    # Crops depend on the number of workers, which `resume` lets differ, so it has a second name.
     vars(args).update(ranks=ranks, loaders=args.workers, names_checksum=ser.find_images(args)[1])
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
     start = ser.resume(last, vars(args), model, optimizer)

@@ -7,7 +7,7 @@ The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes co
 one process with gloo, with the settings of run_pretrain.sh but for lambda, on eight synthetic
 images, half of them b2. Four things around them are replaced. Their `device=rank` and `.cuda()`
 become the CPU, in fp32, the package kornia is an empty stand-in, so no image is jittered, and one
-process needs no DDP. Its mode `erl`, which its own parser refuses, is `erl_inv`.
+process needs no DDP. The mode of those settings, `erl`, which the release refuses, is `erl_inv`.
 """
 import sys
 from argparse import ArgumentParser, Namespace

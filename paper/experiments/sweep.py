@@ -75,10 +75,10 @@ def check(args: Namespace, given: list[str]) -> None:
     ranks of --nproc_per_node, or if it sets one of the given flags, perhaps shortened, itself."""
     ranks = max(map(int, re.findall(r"per[-_]node[= ](\d+)", args.launcher)), default=1)
     for run in args.runs:
-        own = ["--seed", *run.flags.replace(PLAIN, "").split()]
+        set_by_run = ["--seed", *run.flags.replace(PLAIN, "").split()]
         for flag in given:
             name = flag.split("=")[0]
-            if name.startswith("--") and any(word.startswith(name) for word in own):
+            if name.startswith("--") and any(word.startswith(name) for word in set_by_run):
                 sys.exit(f"{name}: the run {run.name} sets it itself")
 
         program = importlib.import_module(run.script.split()[-1].removesuffix(".py"))
@@ -134,35 +134,35 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
     # Runs that have begun go first, as they refuse other flags than theirs.
-    order = sorted(product(args.seeds, args.runs), key=lambda pair: not Path(
-        args.out, f"{pair[1].name}-{pair[0]}", "last.pt").exists())
+    runs = [(run, seed, f"{args.out}/{run.name}-{seed}")
+            for seed, run in product(args.seeds, args.runs)]
+    begun = [one for one in runs if Path(one[2], "last.pt").exists()]
     rows = []
-    for seed, run in order:
-        out = f"{args.out}/{run.name}-{seed}"
+    for run, seed, out in begun + [one for one in runs if one not in begun]:
         flags = [*args.flags, *run.flags.split(), *data, "--seed", str(seed), "--out", out]
         call([*run.script.split(), *flags], args)
 
         found = []
         for evaluation in evaluations:
             words = ["--checkpoint", f"{out}/last.pt", *evaluation.split(), *data]
-            own = [] if args.print else own_rows(words, out, images)
-            if not own:
+            done = [] if args.print else own_rows(words, out, images)
+            if not done:
                 call(["eval_linear.py", *words], args)
             if not args.print:
-                found.append(own or own_rows(words, out, images))
+                found.append(done or own_rows(words, out, images))
                 if not found[-1]:
                     sys.exit(f"{out}: images changed since the sweep began, or weights just now")
 
-        own = means(sum(found, []), run.name, seed, blocks)
-        if own:
+        of_run = means(sum(found, []), run.name, seed, blocks)
+        if of_run:
             trained = Namespace(**ser.load_checkpoint(f"{out}/last.pt")["settings"])
             made_by = {
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
                 "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2, "heads": len(found),
                 "read by heads": len(eval_linear.feature_blocks(trained))}
-            own = [row | made_by for row in own]
-            Path(out, "rows.json").write_text(json.dumps(own, indent=1))
-        rows += own
+            of_run = [row | made_by for row in of_run]
+            Path(out, "rows.json").write_text(json.dumps(of_run, indent=1))
+        rows += of_run
     return rows
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ser
 from ser import Policy, View, count, share
 
-# [CLS] enters at once, as L_eq may read that of block 3. In the release it has a position, too.
+# Choice: [CLS] enters at once, as L_eq may read that of block 3, without the release's position.
 PLAIN = dict(ratio=0.0, cls_layer=0)
 SMALL = ser.SMALL | PLAIN     # for synthetic images
 

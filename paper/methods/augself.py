@@ -22,7 +22,7 @@ In AugSelf's own MoCo-v2, f_2 comes from the momentum branch and carries no grad
 features are online, as in its SimSiam and in the release.
 
 The release's AugSelf is in its branch augself, at 0bcab6c. There, as here, two heads make 44.2 M.
-The 43.7 M of Table 1 are with the one head, of 256 outputs, that dbe5e93 builds and cannot train.
+Table 1 has 43.7 M, as dbe5e93 builds one head, of 256 outputs, which its train step refuses.
 The branch's weight is 0.5 at layer 12, and 0.5, 0.3, 0.1 or 0.03 at layer 3. The paper names none.
 """
 from argparse import Namespace

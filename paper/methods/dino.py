@@ -167,8 +167,8 @@ class DINO(nn.Module):
         teacher after a step. Here it moves before the next one, with that one's momentum."""
         momentum = half_cosine(self.args.momentum, 1.0, progress)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
-            for s, f in zip(slow.parameters(), fast.parameters()):
-                s.lerp_(f, 1 - momentum)     # s <- momentum * s + (1 - momentum) * f
+            for old, new in zip(slow.parameters(), fast.parameters()):
+                old.lerp_(new, 1 - momentum)     # old <- momentum old + (1 - momentum) new
 
         # Choice: tau_t rises with every step; in DINO with every epoch.
         epoch = progress * self.args.epochs

@@ -36,7 +36,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 # Mean and standard deviation of the 18 parameters under MoCo-v3's T, for images of 500 x 375.
-# Choice: boxes are shares of the image. Others' numbers are of pixels, and partly of another T.
+# Choice: boxes are shares of the image. EquiMod's numbers are of pixels, and partly of another T.
 MEAN = torch.tensor([0.140, 0.218, 0.720, 0.563, 0.5,          # top, left, height, width, flip
                      0.8, 1.2, 1.4, 1.6, 1.8,                  # jittered; its order, as numbers
                      1.0, 1.0, 1.0, 0.0,                       # brightness ... hue
@@ -88,7 +88,8 @@ class EquiMod(addon.AddOn):
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))   # (2B, 128)
 
-        # Choice: keys carry gradient; in EquiMod those of the own rank do, in the release none.
+        # Choice: keys have a gradient, as those of the own rank in EquiMod. In the release, none
+        # has one, so L_eq weighs half as much there.
         forth = ser.info_nce(y, predicted, self.temperature)
         back = ser.info_nce(predicted, y, self.temperature)
         return (forth + back) / 2

@@ -15,8 +15,7 @@
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
-it is E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR. Beside MoCo-v3 it would
-be 0.4 x 0.8 / 2 = 0.16: that loss has a factor 4 tau = 0.8, and half a gradient, as keys have none.
+it is E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR, and is not used here.
 """
 import sys
 from argparse import Namespace
@@ -82,7 +81,8 @@ def build(args: Namespace) -> ESSL:
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T, and the small crop."""
-    # Choice: blur is proportional to the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
+    # Choice: it is blurred as often as in the release, and not solarized. Blur is proportional to
+    # the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
     small = Policy(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
     return ser.ViewDataset(source, addon.policies(args) + [small], args.seed)
 

@@ -37,10 +37,10 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).policies
-    # Choice: in b2, the local views are whole images, too, at the local size, each moved by a g of
-    # its own. All six are jittered as the same view of b1. The release moves crops there, and
-    # jitters all six as local ones (builder/moco.py:134-136).
-    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release has no gray here.
+    # Choice: in b2, local views are whole images of the local size, each moved by a g of its own,
+    # and all six views are jittered as those of b1. In the release, local views of b2 are crops,
+    # and all six are jittered as local ones (builder/moco.py:134-136).
+    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release's have no grayscale.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 

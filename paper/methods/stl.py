@@ -49,9 +49,9 @@ class Pairs(ser.ViewDataset):
             # release. Both images of a pair are thus cut at the same shares of their sides.
             square = ser.resize(image[None], (size, size))[0]
 
-            own = self.sample_views(square, item)
-            shared = self.sample_views(square, items[i - i % 2])     # as the item of image 2i
-            batch.append([blend(view, aug) for view, (_, aug) in zip(shared, own)])
+            of_pair = self.sample_views(square, items[i - i % 2])     # with the seed of image 2i
+            of_image = self.sample_views(square, item)
+            batch.append([blend(view, own) for view, (_, own) in zip(of_pair, of_image)])
         return batch
 
 
@@ -66,8 +66,7 @@ def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
-    # Choice: keys have no gradient, as in the release and in MoCo-v3's L_inv. In STL's own code,
-    # keys of both losses have one. If they had it in L_eq alone, L_eq would weigh twice as much.
+    # Choice: keys have no gradient, as in the release and in MoCo-v3. In STL's own code they have.
     forth = ser.info_nce(a, b.detach(), temperature)
     return forth + ser.info_nce(b, a.detach(), temperature)
 
