@@ -89,7 +89,7 @@ class EquiMod(addon.AddOn):
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))   # (2B, 128)
 
         # Choice: keys have a gradient, as those of the own rank in EquiMod. In the release, none
-        # has one, so L_eq weighs half as much there.
+        # has one, so L_eq weighs about half as much there.
         forth = ser.info_nce(y, predicted, self.temperature)
         back = ser.info_nce(predicted, y, self.temperature)
         return (forth + back) / 2
