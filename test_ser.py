@@ -778,10 +778,8 @@ def test_the_defaults_are_the_papers():
         moco_hidden=4096, crop_min=0.08, batch_size=2048, epochs=100.0, warmup_epochs=10.0,
         base_lr=3e-4, weight_decay=0.1, seed=0, workers=8, log_every=20, save_every=0)
     assert paper.items() <= vars(ser.parse(["--data", "imagenet"])).items()
-    jitter = dict(
-        CROP_ASPECT=(3/4, 4/3), P_FLIP=0.5, P_COLOUR=0.8, P_GRAY=0.2,
-        P_BLUR=(1, 0.1), P_SOLARIZE=(0, 0.2), BLUR_SIGMA=(0.1, 2))
-    assert jitter.items() <= vars(ser).items()
+    assert (ser.CROP_ASPECT, ser.P_FLIP, ser.P_COLOUR, ser.P_GRAY) == ((3/4, 4/3), 0.5, 0.8, 0.2)
+    assert (ser.P_BLUR, ser.P_SOLARIZE, ser.BLUR_SIGMA) == ((1, 0.1), (0, 0.2), (0.1, 2))
     assert ser.ViT.__init__.__defaults__ == (224, 16, 384, 12, 6, 3)
     assert ser.SER.__init__.__defaults__ == ((3,), 0.5, 0.3)
     assert patch_ntxent.__defaults__ == ser.equiv_of_maps.__defaults__ == (0.3,)
@@ -795,9 +793,8 @@ def test_the_defaults_are_the_papers():
 def test_the_defaults_of_an_evaluation_are_those_of_its_protocol():
     full = eval_linear.parse(["--data", "imagenet"])
     assert full.lr == [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]
-    assert (full.epochs, full.batch_size) == (50, 1024)
+    assert (full.epochs, full.batch_size, eval_linear.parse([]).batch_size) == (50, 1024, 64)
     assert full.checkpoint == ser.parse([]).out + "/last.pt"
-    assert eval_linear.parse([]).batch_size == 64
     assert eval_linear.eval_transform(32).transforms[0].size == [37]
     assert eval_linear.autocast(torch.empty(0)).fast_dtype == torch.bfloat16
 
@@ -906,13 +903,10 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     lines = log_of(tmp_path)
     steps = [line.get("step") for line in lines]     # two lines have the settings
     assert steps == [None, 1, 2, 3, 4, 5, 6, None, 4, 5, 6, 9, 10]
-    for line in lines[-5:]:
-        assert line in log_of(whole_run)
+    assert all(line in log_of(whole_run) for line in lines[-5:])
 
-    whole = last(whole_run)
-    found = last(tmp_path)
-    del whole["settings"], found["settings"]     # which name the folders
-    assert same(found, whole)
+    for part in ("model", "optimizer"):
+        assert same(last(tmp_path)[part], last(whole_run)[part]), part
 
 
 def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
@@ -1016,8 +1010,7 @@ def test_batch_norm_is_that_of_all_gpus(kind, ranks, synced, folder, tmp_path, m
 
 
 def test_training_raises_retrieval_over_its_control(tmp_path):
-    images, _ = ser.synthetic_images(64, 16, seed=5)
-    images = ser.normalise(images / 255)
+    images = ser.normalise(ser.synthetic_images(64, 16, seed=5)[0] / 255)
     shares = []
     flags = ("--image-size 16 --depth 3 --cls-layer 2 --equiv-layers 2 --group rot90 --ratio 0.5 "
              "--moco-hidden 64 --epochs 0.25 --warmup-epochs 0.1 --base-lr 0.04")
@@ -1093,11 +1086,10 @@ def test_the_last_line_of_an_unreadable_image_is_its_path(workers, begin, tmp_pa
 
 
 def test_an_image_is_read_once_for_its_views(folder, monkeypatch):
-    reader = Mock(wraps=ser.read_image)
-    monkeypatch.setattr(ser, "read_image", reader)
+    monkeypatch.setattr(ser, "read_image", Mock(wraps=ser.read_image))
     path = f"{folder}/b/00.png"
     assert len(ser.two_view_dataset([path], toy())[0, 0, False]) == 2
-    reader.assert_called_once_with(path)
+    ser.read_image.assert_called_once_with(path)
 
 
 def test_synthetic_images_differ_within_a_class_and_have_colours():
@@ -1224,8 +1216,7 @@ def plain_head(mlp):
 
 
 def top1(logits, labels):
-    right = logits.argmax(1) == labels
-    return 100 * right.double().mean().item()
+    return 100 * (logits.argmax(1) == labels).double().mean().item()
 
 
 @pytest.fixture(scope="module", params=["", "--cache --batch-size 64", "--mlp"])
@@ -1277,8 +1268,7 @@ def test_the_best_head_is_that_of_the_protocol(protocol):
 
 def test_eval_jsonl_has_the_accuracy_of_every_rate(protocol):
     _, line = epochs_of(protocol.folder)
-    assert line["epoch"] == 2
-    assert line["weights"] == eval_linear.fingerprint(protocol.encoder)
+    assert line["epoch"] == 2 and line["weights"] == eval_linear.fingerprint(protocol.encoder)
     assert line["settings"] == vars(protocol.args)
     assert line["val top-1 %"] == approx(dict(zip(["0.3", "10.0"], protocol.right)))
 
@@ -1348,38 +1338,38 @@ def plain_colours(images, generator):
 
 def tokens_found(h, h_prime):
     """Whether each token of h is nearest, of all tokens of h_prime, to that of its own place."""
-    tokens = h.flatten(2).mT.flatten(0, 1)
-    others = h_prime.flatten(2).mT.flatten(0, 1)
+    tokens, others = [x.flatten(2).mT.flatten(0, 1) for x in (h, h_prime)]
     found = []
     for place, token in enumerate(tokens):
         found.append(F.cosine_similarity(token, others).argmax() == place)
     return found
 
 
+def both_ways(f, g, x):
+    return slow_rho(g, f(x)), f(slow_rho(g, x, 4))
+
+
 @torch.no_grad()
 def plain_equivariance(f, images, kind):
     """The values of the rows of a transform, in parts of 32 images (A.2)."""
-    values = {f"{kind} {name}": [] for name in ("cosine", "retrieval", "retrieval with jitter")}
+    cosines = []
+    found = []
+    found_jittered = []
     generator = ser.rng("jitter", kind)
+    f_jittered = lambda pixels: f(plain_colours(pixels, generator))
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels)
-        g1 = sample_geometry(len(x), 4, [kind], ser.rng(kind, part, 1))
-        g2 = sample_geometry(len(x), 4, [kind], ser.rng(kind, part, 2))
+        g1, g2 = [sample_geometry(len(x), 4, [kind], ser.rng(kind, part, view)) for view in (1, 2)]
         g = relative(g2, g1)
-        values[f"{kind} cosine"] += F.cosine_similarity(slow_rho(g, f(x)), f(slow_rho(g, x, 4)))
+        cosines += F.cosine_similarity(*both_ways(f, g, x))
 
         if kind == "hflip":
             g2.flip[:] = True
         if kind == "rot90":
             g2.turns[:] = torch.arange(len(x)) % 3 + 1
-        values[f"{kind} retrieval"] += tokens_found(slow_rho(g2, f(x)), f(slow_rho(g2, x, 4)))
-
-        first = plain_colours(pixels, generator)
-        second = plain_colours(slow_rho(g2, pixels, 4), generator)
-        values[f"{kind} retrieval with jitter"] += tokens_found(slow_rho(g2, f(first)), f(second))
-
-    means = [torch.stack(each).double().mean().item() for each in values.values()]
-    return dict(zip(values, means))
+        found += tokens_found(*both_ways(f, g2, x))
+        found_jittered += tokens_found(*both_ways(f_jittered, g2, pixels))
+    return [torch.stack(each).double().mean().item() for each in (cosines, found, found_jittered)]
 
 
 @parametrize("kind, layer, n", [("rot90", 2, 34), ("hflip", 4, 64), ("scale", 1, 9)])
@@ -1392,16 +1382,16 @@ def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
         h = encoder.norm(h) if layer == 4 else h
         return h.movedim(-1, 1)
 
-    found = eval_linear.retrieval(f, ser.normalise(images / 255), 4, kind)
-    wanted = plain_equivariance(f, images / 255, kind)
-    assert found == approx(wanted[f"{kind} retrieval"])
+    _, share, _ = plain_equivariance(f, images / 255, kind)
+    assert eval_linear.retrieval(f, ser.normalise(images / 255), 4, kind) == approx(share)
 
     val = [(image, 0) for image in images]
     rows = eval_linear.equivariance_rows(encoder, val, [(kind, 3), (kind, layer)])
     if n == 34:     # of which `equivariance_rows` takes 32, spread evenly
         images = images[[33 * i // 31 for i in range(32)]]
-    wanted = plain_equivariance(f, images / 255, kind)
-    check_values(rows, wanted, set="val", block=layer)
+    values = plain_equivariance(f, images / 255, kind)
+    names = (f"{kind} cosine", f"{kind} retrieval", f"{kind} retrieval with jitter")
+    check_values(rows, dict(zip(names, values)), set="val", block=layer)
 
 
 def eval_rank(rank, ranks, out, tree):
@@ -1417,8 +1407,8 @@ def eval_rank(rank, ranks, out, tree):
     run = Path(out, f"run-{rank}.pt")
     if rank == 0:
         ser.save(run, step=4, settings={}, model=model.state_dict(), optimizer=adamw.state_dict())
-    step = ser.resume(run, {}, model, adamw)
-    return rows, step, model.state_dict(), adamw.state_dict()
+    assert ser.resume(run, {}, model, adamw) == 4
+    return rows, model.state_dict(), adamw.state_dict()
 
 
 def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
@@ -1426,19 +1416,16 @@ def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
     head = head_of(tmp_path)
     first, second = run_ranks(eval_rank, 2, tmp_path, tree)
     assert same(first, wanted) and same(second, wanted)
-    assert wanted[1] == 4     # the step
     close(head_of(tmp_path)["weight"], head["weight"], 1e-4)
     assert len(epochs_of(tmp_path)) == 4     # two of the first, of rank 0
 
-    row = results_of(tmp_path)["rows"][0]     # below, checksums of the names
-    assert row["images"] == head["images"] == (
+    assert results_of(tmp_path)["rows"][0]["images"] == head["images"] == (
         "train: 33 images 526c72ec, val: 15 images 33ec3f57, few: 10 images 3041b4e2")
 
 
 def test_a_model_of_other_code_does_not_resume(whole_run):
-    settings = last(whole_run)["settings"]
     with pytest.raises(RuntimeError, match="Missing key"):
-        ser.resume(whole_run / "last.pt", settings, nn.Linear(1, 1), None)
+        ser.resume(whole_run / "last.pt", last(whole_run)["settings"], nn.Linear(1, 1), None)
 
 
 @pytest.fixture(scope="module")
@@ -1570,11 +1557,9 @@ def test_a_missing_val_and_a_class_that_train_lacks_are_told(tree, tmp_path):
     shutil.copytree(tree / "few", train)
     args = eval_linear.parse(f"--data {tmp_path}".split())
     assert "--val" in sentence(eval_linear.load_sets, args, 16)
-    args.val = f"{tree}/val"
-    assert "class0" in sentence(eval_linear.load_sets, args, 16)
-    args.val = tmp_path / "link"
-    args.val.symlink_to(train)
-    assert "training images" in sentence(eval_linear.load_sets, args, 16)
+    (tmp_path / "link").symlink_to(train)
+    for args.val, told in ((tree / "val", "class0"), (tmp_path / "link", "training images")):
+        assert told in sentence(eval_linear.load_sets, args, 16)
 
     (train / "class1").rename(train / ".class1")
     data = eval_linear.ClassFolder(f"{train}/")     # with a slash at its end
