@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 import ser
 from paper.methods import augself, barlow_twins, dino, equimod, essl, multicrop, simclr, stl, turned
-from test_ser import close, log_of, pixels, run_ranks, same, sentence, shake, trained
+from test_ser import close, log_of, pixels, run_ranks, same, sentence, shake, slow_info_nce
+from test_ser import trained
 
 SCRIPTS = dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop, simclr=simclr,
                turned=turned, augself=augself, equimod=equimod, stl=stl, essl=essl)
@@ -29,10 +30,9 @@ FLAGS["essl"] += "--local-size 8 "
 
 def recipe(name):
     """What ser.train is given: build, data set, optimizer, schedule; of a script, or ser.py's."""
-    script = SCRIPTS[name]
-    return [getattr(script, "build", ser.build), getattr(script, "dataset", ser.two_view_dataset),
-            getattr(script, "optimizer", ser.adamw),
-            getattr(script, "schedule", ser.set_learning_rate)]
+    own = vars(SCRIPTS[name])
+    return [own.get("build", ser.build), own.get("dataset", ser.two_view_dataset),
+            own.get("optimizer", ser.adamw), own.get("schedule", ser.set_learning_rate)]
 
 
 def settings(name, flags=""):
@@ -40,19 +40,31 @@ def settings(name, flags=""):
 
 
 def toy(name, flags=""):
-    return shake(recipe(name)[0](settings(name, flags)))
+    build, *_ = recipe(name)
+    return shake(build(settings(name, flags)))
+
+
+def dataset(name, images, args):
+    _, make, *_ = recipe(name)
+    return make(images, args)
 
 
 def toy_on_views(name, flags="", device="cpu"):
     args = settings(name, flags)
-    data = recipe(name)[1](pixels(99, 3, 24, 18), args)
-    loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))
+    data = dataset(name, pixels(99, 3, 24, 18), args)
+    batch = ser.batch_items(99, args, 0, 1)
+    loaded, = DataLoader(data, batch_sampler=batch)
     loaded = [(images.to(device), aug) for images, aug in loaded]
-    return toy(name, flags).to(device), ser.make_views(loaded, args, step=0)
+    model = toy(name, flags).to(device)
+    return model, ser.make_views(loaded, args, step=0)
 
 
 def layers(network):
     return " ".join(f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network)
+
+
+def both_ways(a, b, tau):
+    return slow_info_nce(a, b, tau) + slow_info_nce(b, a, tau)
 
 
 def check_gradients(fast, slow, features):
@@ -76,38 +88,46 @@ def test_a_step_keeps_to_the_device_of_the_images(name, monkeypatch):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
+    images = pixels(31, 3, 16, 16)
+    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (images, None))
     train = create_autospec(ser.train, side_effect=ser.train)
     monkeypatch.setattr(ser, "train", train)
     words = f"{FLAGS[name]} --ratio 0 --cls-layer 0 --epochs 1 --log-every 1 --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     runpy.run_path(SCRIPTS[name].__file__, run_name="__main__")
 
-    call = inspect.signature(train).bind(*train.call_args.args, **train.call_args.kwargs)
+    given = train.call_args
+    call = inspect.signature(train).bind(*given.args, **given.kwargs)
     call.apply_defaults()
-    assert [line["step"] for line in log_of(tmp_path)[1:]] == [1, 2]
-    assert [f.__code__ for f in call.args[1:]] == [f.__code__ for f in recipe(name)]
+    _, first, second = log_of(tmp_path)
+    assert (first["step"], second["step"]) == (1, 2)
+    _, *functions = call.args
+    for function, wanted in zip(functions, recipe(name), strict=True):
+        assert function.__code__ == wanted.__code__
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_settings_reach_the_model_and_the_images(name):
     args = settings(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
-    build, dataset, *_ = recipe(name)
+    build, *_ = recipe(name)
     model = build(args)
-    assert dataset([], args).seed == 5
-    assert same(model.base.encoder.state_dict(), ser.seed_and_make_encoder(args).state_dict())
+    assert dataset(name, [], args).seed == 5
+    encoder = ser.seed_and_make_encoder(args)
+    assert same(model.base.encoder.state_dict(), encoder.state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 
 
 @pytest.mark.parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
-    args = SCRIPTS[name].settings("--local-size 24 --local-area 0.1 0.3".split())
+    parse = SCRIPTS[name].settings
+    args = parse("--local-size 24 --local-area 0.1 0.3".split())
+    first, second, *others = dataset(name, [], args).policies
     local = ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
-    wanted = [*ser.two_view_dataset([], args).policies, *crops * [local]]
-    assert list(recipe(name)[1]([], args).policies) == wanted
+    assert others == crops * [local]
+    assert [first, second] == ser.two_view_dataset([], args).policies
     for size in ("9", "36"):     # of images of 32, in patches of 4
-        assert f"--local-size {size}: " in sentence(SCRIPTS[name].settings, ["--local-size", size])
+        assert f"--local-size {size}: " in sentence(parse, ["--local-size", size])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -116,10 +136,11 @@ def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
     model, views = toy_on_views(name)
     model.base.update(0.5)
     weight = model.base.encoder.blocks[0].attn.qkv.weight
-    found = []
+    gradients = []
     for model.weight in (0.0, 0.7):
-        found += torch.autograd.grad(model(views)["loss"], weight)
-    assert (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
+        gradients += torch.autograd.grad(model(views)["loss"], weight)
+    without, with_it = gradients
+    assert (with_it - without).norm() > 1e-4 * without.norm()
 
     model(views)["loss"].backward()
     frozen = ["teacher", "momentum"]
@@ -139,17 +160,21 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
     for view in essl.turned(views) if name == "essl" else views:
         f, _, cls_at = model.base.encoder(view.b1, [2])
         if layer == 2:
-            f = torch.layer_norm(cls_at[2], (16,), model.norm.weight, model.norm.bias, 1e-6)
+            norm = model.norm
+            f = torch.layer_norm(cls_at[2], (16,), norm.weight, norm.bias, 1e-6)
         features.append(f)
-    inv = ser.SER(model.base, [])(views[:2])["loss"]
+    moco_v3 = ser.SER(model.base, [])
+    inv = moco_v3(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)
-    close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
+    loss = inv + 0.7 * equiv
+    close(model(views), {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()})
 
 
 @pytest.mark.parametrize("name", ADDONS)
 def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
     words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
-    first, second, *_ = recipe(name)[1]([], settings(name, words)).policies
+    data = dataset(name, [], settings(name, words))
+    first, second, *_ = data.policies
     assert first == ser.Policy(32, (0.2, 1.0), 0.3, 0.5)
     assert second == ser.Policy(32, (0.2, 1.0), 0.4, 0.6)
 
@@ -157,8 +182,9 @@ def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(na
 @pytest.mark.parametrize("name, parameters", [
     ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
 def test_addons_are_as_large_as_the_papers(name, parameters):
+    script = SCRIPTS[name]
     with torch.device("meta"):
-        model = SCRIPTS[name].build(SCRIPTS[name].settings(["--data", "given"]))
+        model = script.build(script.settings(["--data", "given"]))
     assert sum(p.numel() for p in trained(model).values()) == parameters
 
 
@@ -228,5 +254,6 @@ def test_two_ranks_equal_one_process(tmp_path):
     for found in run_ranks(rank_main, 2, tmp_path):
         for name, tensors in one.items():
             for key, wanted in tensors.items():
-                gap = (found[name][key] - wanted).float().norm()
-                assert gap < 1e-4 * wanted.float().norm() + 1e-6, f"{name}: {key}"
+                gap = found[name][key] - wanted
+                limit = 1e-4 * wanted.float().norm() + 1e-6
+                assert gap.float().norm() < limit, f"{name}: {key}"

@@ -7,7 +7,7 @@ import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, version_features
-from paper.tests.toys import call, class_folders, toy_checkpoint, values
+from paper.tests.toys import call, class_folders, parsed, toy_checkpoint, values
 from test_ser import close, noise, pixels, toy
 
 
@@ -15,13 +15,16 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     images = pixels(70, 3, 16, 16)
-    found = version_features(encoder, [*zip(images, images)], [1, 3], 0)
-    for version in range(5):
+    data = [(image, "label") for image in images]
+    found = version_features(encoder, data, [1, 3], 0)
+    for version, turns in enumerate([0, 1, 2, 3, 0]):
         flip = torch.full((70,), version == 4)
-        g = ser.Geometry(flip, torch.full((70,), version % 4), (4, 4))
-        maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
+        g = ser.Geometry(flip, torch.full((70,), turns), (4, 4))
+        x = ser.rho(g, ser.normalise(images / 255), 4)
+        maps = encoder(x, [1, 3]).maps
         for place, layer in enumerate([1, 3]):
-            close(found[:, version, place], maps[layer].mean((2, 3)).detach(), 1e-4)
+            wanted = maps[layer].mean((2, 3)).detach()
+            close(found[:, version, place], wanted, 1e-4)
 
 
 def labelled(n, seed, strength):
@@ -33,13 +36,14 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     """Images differ more than their versions: only the difference of a pair tells, in any unit."""
     versions = TASKS[task]
     unit = torch.logspace(-2, 4, 8)
+    unit[7] = 0     # which cannot be standardised
     train = unit * (labelled(300, 1, 1.0) + 5)
     test = unit * (labelled(100, 2, 1.0) + 5)
-    train[..., 7] = test[..., 7] = 0     # which cannot be standardised
     if task == "flip":     # turns are of other images
         train[:, 1:4] = train[:, 1:4].flip(0)
         test[:, 1:4] = test[:, 1:4].flip(0)
-    assert probe(train, torch.cat([test, 1e4 * test[:1]]), versions, 0) > 96
+    outlier = 1e4 * test[:1]
+    assert probe(train, torch.cat([test, outlier]), versions, 0) > 96
 
     test[:, versions] = test[:, versions[::-1]]
     assert probe(train, test, versions, 0) <= 50
@@ -50,11 +54,15 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     rates = []
-    monkeypatch.setattr(
-        torch.optim.Adam, "step", lambda adam: rates.append(adam.param_groups[0]["lr"]))
+
+    def step(adam):
+        rates.append(adam.param_groups[0]["lr"])
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
-    assert rates == [1e-3] * 10 and torch.initial_seed() == 7
-    assert transformations.settings(["--data", "D", "--checkpoint", "C"]).images == 20000
+    assert rates == [1e-3] * 10
+    assert torch.initial_seed() == 7
+    assert parsed(transformations, "--data D --checkpoint C").images == 20000
 
 
 @pytest.mark.parametrize("flags, paper, layers", [
@@ -63,24 +71,28 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     sets = {}
     spread = []
     for split, n in (("train", 16), ("val", 8)):
-        class_folders(tmp_path / split, per_class=3, size=18, seed=n)
-        sets[split] = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
+        folder = class_folders(tmp_path / split, per_class=3, size=18, seed=n)
+        sets[split] = eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
         spread.append(eval_linear.spread(sets[split], n))
 
     def sums(train, test, versions, seed):
-        return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
+        total = train[:, versions].sum() + 1000 * test[:, versions].sum()
+        return seed + total.item()
 
     monkeypatch.setattr(transformations, "probe", sums)
     monkeypatch.setattr(transformations, "PAPER_LAYERS", paper)
     path = toy_checkpoint(tmp_path)
     call(transformations, f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000", flags)
     assert ("78.68" in capsys.readouterr().out) == (layers == [1, 3])     # of flips, by SER
+    results = tmp_path / "transformations.json"
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
-    for (name, encoder), layer in product(encoders.items(), layers):
+    for name, layer in product(encoders, layers):
+        encoder = encoders[name]
         features = [version_features(encoder, images, [layer], 0) for images in spread]
-        wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
-                  "flip %": sums(*features, [0, 4], 70000)}
+        rotation = sums(*features, [0, 1, 2, 3], 70000)
+        flip = sums(*features, [0, 4], 70000)
         place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}
-        assert values(tmp_path / "transformations.json", **place) == pytest.approx(wanted, 1e-4)
-        assert list(values(tmp_path / "transformations.json", **place, classes=2)) == ["flip %"]
+        wanted = {"rotation %": rotation, "flip %": flip}
+        assert values(results, **place) == pytest.approx(wanted, 1e-4)
+        assert list(values(results, **place, classes=2)) == ["flip %"]

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,40 @@ def toy_checkpoint(folder, **settings):
     return str(write_checkpoint(Path(folder), **settings))
 
 
+def fingerprint(checkpoint):
+    return eval_linear.fingerprint(ser.load_encoder(checkpoint))
+
+
+def split(words):
+    """The words of a command line, some of which may be given together."""
+    return shlex.split(" ".join(map(str, words)))
+
+
+def parsed(module, *words):
+    return module.settings(split(words))
+
+
+def run(experiment, *words):
+    """Run sweep.py or imagenette.py as by its command line."""
+    experiment.main(parsed(experiment, *words))
+
+
 def call(module, *words):
-    """Run an evaluation as by its command line, whose words may also be given together."""
-    line = " ".join(map(str, words))
-    module.main(module.settings, module.evaluate, [*line.split(), "--workers", "0"])
+    """Run an evaluation as by its command line."""
+    module.main(module.settings, module.evaluate, split([*words, "--workers 0"]))
+
+
+def printed(capsys):
+    return capsys.readouterr().out
+
+
+def command_lines(capsys):
+    """The words of those that were printed, without their launcher."""
+    return [line.split()[1:] for line in printed(capsys).splitlines()]
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -59,13 +90,21 @@ def become_rank(monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(10))
 
 
+def rows_in(path):
+    return json.loads(Path(path).read_text())["rows"]
+
+
+def having(rows, **keys):
+    return [row for row in rows if keys.items() <= row.items()]
+
+
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = json.loads(Path(path).read_text())["rows"]
+    rows = rows_in(path)
     for row in rows:
-        encoder = ser.load_encoder(row["settings"]["checkpoint"])
-        assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
-    return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
+        checkpoint = row["settings"]["checkpoint"]
+        assert row["weights"] == fingerprint(checkpoint) or row["encoder"] == "untrained"
+    return {row["measure"]: row["value"] for row in having(rows, **keys)}
 
 
 def table_of(text):
@@ -88,3 +127,13 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     for number, image in enumerate(F.interpolate(colours, (size, size))):
         write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
     return str(root)
+
+
+def train_and_val(root, n_train, n_val, size=20):
+    """Folders of so many images of each class."""
+    class_folders(root / "train", n_train, size)
+    class_folders(root / "val", n_val, size, seed=6)
+
+
+def images_in(folder, size=16):
+    return eval_linear.ClassFolder(folder, eval_linear.eval_transform(size))
