@@ -51,17 +51,18 @@ def call(module, *words):
     module.main(module.settings, module.evaluate, split([*words, "--workers 0"]))
 
 
-def printed(capsys):
-    return capsys.readouterr().out
-
-
 def command_lines(capsys):
     """The words of those that were printed, without their launcher."""
-    return [line.split()[1:] for line in printed(capsys).splitlines()]
+    return [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
 
 
-def bf16():
-    return torch.autocast("cpu", torch.bfloat16)
+def saved_pictures(monkeypatch):
+    """Figure, path and metadata of each picture that is saved from now on."""
+    saved = []
+    module = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(
+        module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
+    return saved
 
 
 @contextlib.contextmanager
