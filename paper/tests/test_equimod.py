@@ -3,8 +3,9 @@ from torch.utils.data import default_collate
 
 import ser
 from paper.methods import equimod
-from paper.tests.test_methods import both_ways, check_gradients, layers, settings, toy_on_views
-from test_ser import close, noise, pixels, same, seeded
+from paper.tests.test_methods import (
+    both_ways, check_gradients, layers, random_features, settings, toy_on_views)
+from test_ser import close, pixels, same, seeded
 
 
 def test_the_parameters_of_known_augmentations():
@@ -54,7 +55,7 @@ def test_the_third_view_is_the_plain_center_and_the_others_are_those_of_t():
 def test_each_view_finds_its_prediction_among_all_and_back():
     model, views = toy_on_views("equimod", "--temperature 0.3")
     heads = model.heads
-    f = list(noise(3, 12, 16).requires_grad_())     # of views 1, 2, plain
+    f = random_features(3)     # of views 1, 2, plain
     assert layers(heads["project"]) == layers(model.base.projector)
     assert layers(heads["predict"]) == "Linear:1 BatchNorm1d:0"
 

@@ -2,9 +2,9 @@ import torch
 
 import ser
 from paper.methods import stl
-from paper.tests.test_methods import check_gradients, layers, settings, toy
+from paper.tests.test_methods import check_gradients, layers, random_features, settings, toy
 from paper.tests.toys import become_rank
-from test_ser import noise, pixels, same, sentence, slow_info_nce
+from test_ser import pixels, same, sentence, slow_info_nce
 
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
@@ -29,7 +29,7 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
 def test_a_transformation_is_read_from_the_partner_and_applied():
     model = toy("stl", "--temperature 0.4")
     heads = model.heads
-    f1, f2 = list(noise(2, 4, 16).requires_grad_())
+    f1, f2 = random_features(2, images=4)
 
     for name in ("read", "embed", "embed_code"):
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name

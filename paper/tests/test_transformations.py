@@ -1,14 +1,14 @@
 from itertools import product
 
-import pytest
 import torch
+from pytest import approx
 
 import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, version_features
 from paper.tests.toys import call, class_folders, parsed, toy_checkpoint, values
-from test_ser import close, noise, pixels, toy
+from test_ser import close, noise, parametrize, pixels, toy
 
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
@@ -31,7 +31,7 @@ def labelled(n, seed, strength):
     return noise(n, 1, 8, seed=seed) + strength * torch.eye(5, 8)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@parametrize("task", TASKS)
 def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     """Images differ more than their versions: only the difference of a pair tells, in any unit."""
     versions = TASKS[task]
@@ -49,7 +49,7 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     assert probe(train, test, versions, 0) <= 50
 
     guessed = probe(labelled(50, 1, 0.0), labelled(40, 2, 0.0), versions, 0)
-    assert guessed == pytest.approx(100 / len(versions))
+    assert guessed == approx(100 / len(versions))
 
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
@@ -65,7 +65,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     assert parsed(transformations, "--data D --checkpoint C").images == 20000
 
 
-@pytest.mark.parametrize("flags, paper, layers", [
+@parametrize("flags, paper, layers", [
     ("", [1, 3], [1, 3]), ("--layers 2 9", [1, 3], [2]), ("", [1, 2], [1, 2])])
 def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkeypatch, capsys):
     sets = {}
@@ -94,5 +94,5 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
         place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}
         wanted = {"rotation %": rotation, "flip %": flip}
-        assert values(results, **place) == pytest.approx(wanted, 1e-4)
+        assert values(results, **place) == approx(wanted, 1e-4)
         assert list(values(results, **place, classes=2)) == ["flip %"]

@@ -130,10 +130,9 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     return str(root)
 
 
-def train_and_val(root, n_train, n_val, size=20):
-    """Folders of so many images of each class."""
+def train_and_val(root, n_train, n_val, size=20, seed=6):
     class_folders(root / "train", n_train, size)
-    class_folders(root / "val", n_val, size, seed=6)
+    class_folders(root / "val", n_val, size, seed)
 
 
 def images_in(folder, size=16):
