@@ -91,23 +91,21 @@ def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay,
     optimizer = dino.optimizer(model, args)
     dino.schedule(optimizer, args, epoch)
 
-    names = {p: name for name, p in trained(model).items()}
-    before = {}
-    for group in optimizer.param_groups:
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    before = {name: p.detach().clone() for name, p in trained(model).items()}
+    for place, (name, p) in enumerate(trained(model).items(), 1):
+        group = groups.pop(p)
         assert group["lr"] == approx(rate, rel=1e-4)
-        for p in group["params"]:
-            name = names.pop(p)
-            wanted = decay if p.dim() > 1 else 0
-            assert group["weight_decay"] == approx(wanted, rel=1e-4), name
-            p.grad = torch.full(p.shape, 0.01 * len(before) + 0.01)     # norms from 0.1 to 46
-            before[name] = p.detach().clone(), p.grad.clone()
-    assert not names, "what is trained is not optimized"
+        wanted = decay if p.dim() > 1 else 0
+        assert group["weight_decay"] == approx(wanted, rel=1e-4), name
+        p.grad = torch.full(p.shape, 0.01 * place)     # norms from 0.1 to 46
+    assert not groups
 
     optimizer.step()
-    for name, p in trained(model).items():
-        weight, gradient = before[name]
+    for place, (name, p) in enumerate(trained(model).items(), 1):
         rests = frozen and "head.last" in name
-        assert torch.equal(p, weight) == rests, name
+        assert p.equal(before[name]) == rests, name
         if not rests:
+            gradient = torch.full(p.shape, 0.01 * place)
             factor = min(1, 0.2 / gradient.norm().item())
             close({name: p.grad}, {name: gradient * factor})

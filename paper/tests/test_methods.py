@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ser
-from test_ser import (
-    close, log_of, noise, parametrize, pixels, run_ranks, same, sentence, shake, slow_info_nce,
-    trained)
+from test_ser import close, log_of, noise, parametrize, pixels, run_ranks, same, sentence, shake
+from test_ser import slow_info_nce, trained
 
 ADDONS = ["augself", "equimod", "stl", "essl"]
 NAMES = ["dino", "barlow_twins", "multicrop", "simclr", "turned", *ADDONS]
@@ -40,27 +39,22 @@ def settings(name, flags=""):
 
 
 def toy(name, flags=""):
-    build, *_ = recipe(name)
-    return shake(build(settings(name, flags)))
+    return shake(recipe(name)[0](settings(name, flags)))
 
 
 def dataset(name, images, args):
-    _, make, *_ = recipe(name)
-    return make(images, args)
+    return recipe(name)[1](images, args)
 
 
 def toy_on_views(name, flags="", device="cpu"):
     args = settings(name, flags)
     data = dataset(name, pixels(99, 3, 24, 18), args)
-    batch = ser.batch_items(99, args, 0, 1)
-    loaded, = DataLoader(data, batch_sampler=batch)
+    loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))
     loaded = [(images.to(device), aug) for images, aug in loaded]
-    model = toy(name, flags).to(device)
-    return model, ser.make_views(loaded, args, step=0)
+    return toy(name, flags).to(device), ser.make_views(loaded, args, step=0)
 
 
 def random_features(views, images=12):
-    """[CLS] of each view."""
     return list(noise(views, images, 16).requires_grad_())
 
 
@@ -101,21 +95,18 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     runpy.run_path(SCRIPTS[name].__file__, run_name="__main__")
 
-    given = train.call_args
-    call = inspect.signature(train).bind(*given.args, **given.kwargs)
+    call = inspect.signature(train).bind(*train.call_args.args, **train.call_args.kwargs)
     call.apply_defaults()
     _, first, second = log_of(tmp_path)
     assert (first["step"], second["step"]) == (1, 2)
-    _, *functions = call.args
-    for function, wanted in zip(functions, recipe(name), strict=True):
-        assert function.__code__ == wanted.__code__
+    for given, wanted in zip(call.args[1:], recipe(name), strict=True):
+        assert given.__code__ == wanted.__code__
 
 
 @parametrize("name", SCRIPTS)
 def test_settings_reach_the_model_and_the_images(name):
     args = settings(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
-    build, *_ = recipe(name)
-    model = build(args)
+    model = recipe(name)[0](args)
     assert dataset(name, [], args).seed == 5
     encoder = ser.seed_and_make_encoder(args)
     assert same(model.base.encoder.state_dict(), encoder.state_dict())
@@ -141,11 +132,10 @@ def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
     model, views = toy_on_views(name)
     model.base.update(0.5)
     weight = model.base.encoder.blocks[0].attn.qkv.weight
-    gradients = []
+    found = []
     for model.weight in (0.0, 0.7):
-        gradients += torch.autograd.grad(model(views)["loss"], weight)
-    without, with_it = gradients
-    assert (with_it - without).norm() > 1e-4 * without.norm()
+        found += torch.autograd.grad(model(views)["loss"], weight)
+    assert (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
 
     model(views)["loss"].backward()
     frozen = ["teacher", "momentum"]
@@ -165,11 +155,9 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
     for view in SCRIPTS["essl"].turned(views) if name == "essl" else views:
         f, _, cls_at = model.base.encoder(view.b1, [2])
         if layer == 2:
-            norm = model.norm
-            f = torch.layer_norm(cls_at[2], (16,), norm.weight, norm.bias, 1e-6)
+            f = torch.layer_norm(cls_at[2], (16,), model.norm.weight, model.norm.bias, 1e-6)
         features.append(f)
-    moco_v3 = ser.SER(model.base, [])
-    inv = moco_v3(views[:2])["loss"]
+    inv = ser.SER(model.base, [])(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)
     loss = inv + 0.7 * equiv
     close(model(views), {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()})
@@ -178,8 +166,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
 @parametrize("name", ADDONS)
 def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
     words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
-    data = dataset(name, [], settings(name, words))
-    first, second, *_ = data.policies
+    first, second, *_ = dataset(name, [], settings(name, words)).policies
     assert first == ser.Policy(32, (0.2, 1.0), 0.3, 0.5)
     assert second == ser.Policy(32, (0.2, 1.0), 0.4, 0.6)
 
@@ -262,6 +249,5 @@ def test_two_ranks_equal_one_process(tmp_path):
     for found in run_ranks(rank_main, 2, tmp_path):
         for name, tensors in one.items():
             for key, wanted in tensors.items():
-                gap = found[name][key] - wanted
-                limit = 1e-4 * wanted.float().norm() + 1e-6
-                assert gap.float().norm() < limit, f"{name}: {key}"
+                gap = (found[name][key] - wanted).float().norm()
+                assert gap < 1e-4 * wanted.float().norm() + 1e-6, f"{name}: {key}"

@@ -7,7 +7,7 @@ import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, version_features
-from paper.tests.toys import call, class_folders, parsed, toy_checkpoint, values
+from paper.tests.toys import call, images_in, parsed, toy_checkpoint, train_and_val, values
 from test_ser import close, noise, parametrize, pixels, toy
 
 
@@ -68,16 +68,12 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
 @parametrize("flags, paper, layers", [
     ("", [1, 3], [1, 3]), ("--layers 2 9", [1, 3], [2]), ("", [1, 2], [1, 2])])
 def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkeypatch, capsys):
-    sets = {}
-    spread = []
-    for split, n in (("train", 16), ("val", 8)):
-        folder = class_folders(tmp_path / split, per_class=3, size=18, seed=n)
-        sets[split] = eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
-        spread.append(eval_linear.spread(sets[split], n))
+    train_and_val(tmp_path, 3, 3, size=18)
+    sets = {split: images_in(tmp_path / split) for split in ("train", "val")}
+    spread = [eval_linear.spread(sets["train"], 16), eval_linear.spread(sets["val"], 8)]
 
     def sums(train, test, versions, seed):
-        total = train[:, versions].sum() + 1000 * test[:, versions].sum()
-        return seed + total.item()
+        return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
 
     monkeypatch.setattr(transformations, "probe", sums)
     monkeypatch.setattr(transformations, "PAPER_LAYERS", paper)
@@ -89,10 +85,9 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     for name, layer in product(encoders, layers):
         encoder = encoders[name]
         features = [version_features(encoder, images, [layer], 0) for images in spread]
-        rotation = sums(*features, [0, 1, 2, 3], 70000)
-        flip = sums(*features, [0, 4], 70000)
         place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}
-        wanted = {"rotation %": rotation, "flip %": flip}
+        wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
+                  "flip %": sums(*features, [0, 4], 70000)}
         assert values(results, **place) == approx(wanted, 1e-4)
         assert list(values(results, **place, classes=2)) == ["flip %"]

@@ -32,23 +32,22 @@ def fingerprint(checkpoint):
     return eval_linear.fingerprint(ser.load_encoder(checkpoint))
 
 
-def split(words):
+def split(*words):
     """The words of a command line, some of which may be given together."""
     return shlex.split(" ".join(map(str, words)))
 
 
 def parsed(module, *words):
-    return module.settings(split(words))
+    return module.settings(split(*words))
 
 
 def run(experiment, *words):
-    """Run sweep.py or imagenette.py as by its command line."""
     experiment.main(parsed(experiment, *words))
 
 
-def call(module, *words):
-    """Run an evaluation as by its command line."""
-    module.main(module.settings, module.evaluate, split([*words, "--workers 0"]))
+def call(evaluation, *words):
+    line = split(*words, "--workers 0")
+    evaluation.main(evaluation.settings, evaluation.evaluate, line)
 
 
 def command_lines(capsys):
@@ -103,8 +102,8 @@ def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
     rows = rows_in(path)
     for row in rows:
-        checkpoint = row["settings"]["checkpoint"]
-        assert row["weights"] == fingerprint(checkpoint) or row["encoder"] == "untrained"
+        own = fingerprint(row["settings"]["checkpoint"])
+        assert row["weights"] == own or row["encoder"] == "untrained"
     return {row["measure"]: row["value"] for row in having(rows, **keys)}
 
 
@@ -116,7 +115,6 @@ def table_of(text):
 
 
 def readme_table(readme, header):
-    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
