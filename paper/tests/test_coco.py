@@ -9,8 +9,8 @@ import eval_linear
 import ser
 from paper.evaluations import coco
 from paper.tests.test_methods import layers
-from paper.tests.toys import (
-    become_rank, call, parsed, rows_in, stopped_after_3, toy_checkpoint, values)
+from paper.tests.toys import become_rank, call, parsed, rows_in, stopped_after_3
+from paper.tests.toys import toy_checkpoint, values
 from test_ser import close, same, sentence, write_image
 
 pytest.importorskip("pycocotools")
@@ -21,18 +21,16 @@ def write_split(root, name, objects, crowd=None):
     """Images of 32 x 32 pixels, whose ids go down. objects: category, box; crowd: a box of one."""
     images = []
     annotations = []
-    number = len(objects)
-    for category, box in objects:
+    for number, (category, box) in zip(range(len(objects), 0, -1), objects):
         left, top, width, height = box
         picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
         picture[CHANNELS[category], top:top + height, left:left + width] = 255
         file = f"{number:012}.png"
         write_image(root / name / file, picture)
-        images.append(dict(id=number, file_name=file, width=32, height=32))
+        images.append(dict(id=number, file_name=file))
         annotations.append(dict(
             id=number, image_id=number, category_id=category, bbox=box,
             area=width * height, iscrowd=int(box == crowd)))
-        number -= 1
 
     categories = [{"id": category} for category in CHANNELS]
     index = dict(images=images, annotations=annotations, categories=categories)
@@ -51,9 +49,8 @@ def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
     args = parsed(coco, "--data D --checkpoint C")
     recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800, save_every=500)
     assert recipe.items() <= vars(args).items()
-    rates = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
-    for step, rate in rates.items():
-        assert coco.lr_at(step, args) == approx(rate)
+    rates = [coco.lr_at(step, args) for step in (499, 29999, 30000, 39999, 40000)]
+    assert rates == approx([5e-5, 1e-4, 1e-5, 1e-5, 1e-6])
 
 
 def test_a_patch_size_that_torchvision_would_round_is_refused():
@@ -92,8 +89,8 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     path = toy_checkpoint(tmp_path, image_size=32)
     objects = [(3, [0, 30, n, 9]) for n in range(1, 9)]
     crowd = [5, 5, 9, 9]
-    empty = [5, 5, 0, 9]
-    write_split(tmp_path, "train2017", [*objects, (3, crowd), (3, empty)], crowd)
+    objects += [(3, crowd), (3, [5, 5, 0, 9])]
+    write_split(tmp_path, "train2017", objects, crowd)
     line = f"--data {tmp_path} --checkpoint {path} --workers 0 --size 32 --iterations 4"
     args = parsed(coco, line, "--batch-size 4 --save-every 2")
     seen = []     # of each image its width, if it was flipped, the seed of flips and proposals
@@ -101,8 +98,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     def look(_, given):
         for image, target in zip(*given):
             left, top, right, bottom = target["boxes"][0].int().tolist()
-            red = image[0, 31].nonzero().flatten()
-            assert red.tolist() == [*range(left, right)]
+            assert image[0, 31].nonzero().flatten().tolist() == [*range(left, right)]
             assert (top, bottom) == (30, 32)
             seen.append([right - left, left > 0, torch.initial_seed()])
 

@@ -9,14 +9,10 @@ from paper.tests.toys import CLASSES, FLAGS, class_folders, parsed
 
 
 def test_the_counts_are_the_papers():
-    moco = 42_890_368
     assert overhead.count_costs() == {
-        "moco: parameters": moco,
-        "ser: parameters": moco + 458_752 + 768,
-        "moco: forward MACs": 18_475_782_144,
-        "ser: forward MACs": 18_464_097_792,
-        "ser: the paper's count": 18_630_054_912,
-        "ser: the release's count": 18_543_651_840}
+        "moco: parameters": 42_890_368, "ser: parameters": 42_890_368 + 458_752 + 768,
+        "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
+        "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
 
 
 @pytest.mark.parametrize("flags, images, dtype", [
@@ -70,14 +66,10 @@ def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
     seconds = dict(a1=2.0, b1=3.0, a2=6.0, b2=12.0, a3=1.0, b3=9.0)
     called = []
 
-    def side(name):
-        return lambda number: called.append(f"{name}{number}")
-
-    def clock():
-        return sum(seconds.get(name, 100) for name in called)
-
+    clock = lambda: sum(seconds.get(name, 100) for name in called)
     monkeypatch.setattr(overhead.time, "perf_counter", clock)
-    overhead.compare({"a": side("a"), "b": side("b")}, 3, 12)
+    sides = {name: lambda number, name=name: called.append(f"{name}{number}") for name in "ab"}
+    overhead.compare(sides, 3, 12)
     assert called == ["a0", "b0", "b1", "a1", "a2", "b2", "b3", "a3"]
     _, second = capsys.readouterr().out.splitlines()
     assert second.startswith("b              9.0000 s      1.3 images/s  2.000x (1.500-9.000)")
@@ -88,9 +80,8 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
     monkeypatch.setattr(overhead, "training_step", made)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
     overhead.time_steps(parsed(overhead, "--rows=step --rounds=3 --bf16 --batch=24"))
-    sides = []
-    for call in made.call_args_list:
+    for call, wanted in zip(made.call_args_list, ((0, 0), (0.125, 3), (0.25, 3)), strict=True):
         side = ser.parse(["--data", "given", *call.args[0]])
-        sides.append((side.ratio, side.cls_layer, side.batch_size, side.bf16))
-    assert sides == [(0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
+        assert (side.ratio, side.cls_layer) == wanted
+        assert (side.batch_size, side.bf16) == (24, True)
     assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 24\n"

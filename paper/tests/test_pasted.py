@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -12,13 +13,14 @@ import eval_linear
 import ser
 from paper.experiments import pasted, sweep
 from paper.tests.test_methods import both_ways
-from paper.tests.toys import CLASSES, class_folders, having, readme_table, rows_in, train_and_val
+from paper.tests.toys import CLASSES, class_folders, having, parsed, readme_table, rows_in
+from paper.tests.toys import train_and_val
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence
 
 
 def train(root, weight, *flags, batch=6):
-    words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
-    args = pasted.settings([*words.split(), *flags])
+    line = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
+    args = parsed(pasted, line, *flags)
     vars(args).update(epochs=2, warmup_epochs=1, batch_size=batch, base_lr=0.1)
     return args, pasted.train(args)
 
@@ -29,8 +31,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     args, model = train(tmp_path, 0.1)
     _, zero = train(tmp_path, 0)
     assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
-    assert zero.project[1].weight.grad.eq(0).all()
-    assert zero.head[0].weight.grad.ne(0).any()
+    assert zero.project[1].weight.grad.eq(0).all() and zero.head[0].weight.grad.ne(0).any()
 
     parse = eval_linear.parse
     monkeypatch.setattr(eval_linear, "parse", lambda words: parse([*words, "--workers", "0"]))
@@ -48,12 +49,8 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     turns = eval_linear.retrieval(model.f1, ser.normalise(val), patch=8)
     assert 0 < turns < 1
     assert row["rot90 retrieval"] == approx(turns)
-    generator = ser.rng("jitter", "rot90")
-
-    def f1_with_jitter(x):
-        return model.f1(eval_linear.recolour_and_normalise(x, generator))
-
-    turns = eval_linear.retrieval(f1_with_jitter, val, patch=8)
+    recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
+    turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val, patch=8)
     assert row["rot90 retrieval with jitter"] == approx(turns)
     assert (row["weight"], row["epochs"]) == (0.1, 2)
     assert ": 15 images " in row["val"]
@@ -72,14 +69,14 @@ def test_a_killed_training_goes_on(tmp_path, monkeypatch):
         seen.append((epoch, adamw.param_groups[0]["weight_decay"]))
 
     monkeypatch.setattr(ser, "set_learning_rate", look)
-    _, whole = train(tmp_path, 0.1, "--out", f"{tmp_path}/whole")
+    _, whole = train(tmp_path, 0.1, f"--out {tmp_path}/whole")
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))
         train(tmp_path, 0.1)
     _, killed = train(tmp_path, 0.1)
     assert same(killed.state_dict(), whole.state_dict())
     assert seen == 2 * [(0, 0.1), (0.5, 0.1), (1, 0.1), (1.5, 0.1)]
-    assert "loaders" in sentence(train, tmp_path, 0.1, "--workers", "1")
+    assert "loaders" in sentence(train, tmp_path, 0.1, "--workers 1")
     next(tmp_path.glob("train/*/*")).unlink()
     assert "names_checksum" in sentence(train, tmp_path, 0.1)
 
@@ -89,10 +86,9 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
     assert len({view.sum().item() for view in views}) == 4
     crop, flip, jitter = pasted.CROP.transforms
-    assert crop.scale == (0.2, 1.0)
-    assert flip.p == 0.5
     jitters, gray, _ = jitter.transforms
-    assert (jitters.p, gray.p) == (0.8, 0.2)
+    assert crop.scale == (0.2, 1.0)
+    assert (flip.p, jitters.p, gray.p) == (0.5, 0.8, 0.2)
     assert str(jitters.transforms[0]) == str(pasted.v2.ColorJitter(.4, .4, .4, .1))
     image = pixels(3, 128, 128)
     assert pasted.RESIZE(image).equal(pasted.v2.functional.resize(image, (64, 64)))
@@ -112,7 +108,7 @@ def pasted_rank(rank, ranks, root):
 
     pasted.Model.forward = look
     pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
-    _, model = train(root, 0.1, "--seed", "2", batch=36)
+    _, model = train(root, 0.1, "--seed 2", batch=36)
     return seen, model.state_dict()
 
 
@@ -121,8 +117,7 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
     seeds = 2_000_000, 2_001_000     # of the epochs
     for (images1, *own1), (images2, *own2), seed in zip(seen1, seen2, seeds, strict=True):
-        assert own1 == [8, seed]
-        assert own2 == [8, seed + 1]
+        assert (own1, own2) == ([8, seed], [8, seed + 1])
         assert len({*images1, *images2}) == 36
     assert same(weights1, weights2)
 
@@ -170,13 +165,11 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     assert unused.grad is None     # a gradient of before does not stay
     assert names["copies"].call_count == 2     # a colouring for each view
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
-    assert views == "views"
-    assert (*image.shape, image.max()) == (3, 224, 224, 255)
+    assert (views, *image.shape, image.max()) == ("views", 3, 224, 224, 255)
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
     assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
 
-    group, = names["optimizer"].param_groups
-    learned = group["params"]
+    learned = names["optimizer"].param_groups[0]["params"]
     assert {*names["your_loss"].parameters()} <= {*learned}
     gradients = [p.grad for p in learned if p.grad is not None]
     assert len(gradients) > 30     # three blocks of twelve tensors, and more
@@ -190,7 +183,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
 
 def test_readmes_table_is_what_the_rows_say():
     rows = json.loads(ser.Path(pasted.__file__).with_suffix(".json").read_text())
-    args = vars(pasted.settings(["--data", "D"]))
+    args = vars(parsed(pasted, "--data D"))
     assert args["weight"] == 0.5
     for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
         assert {row[key] for row in rows} == {args[key]}
@@ -202,5 +195,4 @@ def test_readmes_table_is_what_the_rows_say():
     for title, cells in readme_table("paper/README.md", "| pasted").items():
         own = having(rows, weight=float(title.removeprefix("weight ")))
         for measure, cell in zip(measures, cells.values(), strict=True):
-            wanted = sweep.spread([row[measure] for row in own], measure)
-            assert cell == wanted, (title, measure)
+            assert cell == sweep.spread([row[measure] for row in own], measure), title

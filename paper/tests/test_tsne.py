@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
 from pytest import approx
@@ -16,17 +18,10 @@ TSNE = pytest.importorskip("sklearn.manifold").TSNE
     ("--ready", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     saved = saved_pictures(monkeypatch)
-    drawn = []
-    plot = tsne.plot
-
-    def look(panel, features, *more):
-        drawn.append(features)
-        plot(panel, features, *more)
-
-    monkeypatch.setattr(tsne, "plot", look)
+    plot = Mock(wraps=tsne.plot)
+    monkeypatch.setattr(tsne, "plot", plot)
     val = class_folders(tmp_path / "val", per_class=12, size=24)
-    one = toy_checkpoint(tmp_path / "one", seed=0)
-    two = toy_checkpoint(tmp_path / "two", seed=1)
+    one, two = [toy_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     call(tsne, f"--data {val} --checkpoint {one} {two} --label A B --classes 4 --seed 2", flags)
 
     class_folders(tmp_path / "root/train")
@@ -38,11 +33,13 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     assert (len(classes), len(sample)) == (4, 48)
     assert sample.indices != tsne.sample_classes(data, 4, 0).indices
     assert "--classes 99" in sentence(tsne.sample_classes, data, 99, 0)
-    others = {*range(6)} - {*labels}
-    data.classes.pop(others.pop())
+    other, _ = {*range(6)} - {*labels}
+    data.classes.pop(other)
     assert tsne.sample_classes(data, 4, 2).indices == sample.indices
     (figure, _, _), = saved
-    for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
+    calls = plot.call_args_list
+    for name, run, panel, called in zip("AB", (one, two), figure.axes, calls, strict=True):
+        x = called.args[1]
         features = eval_linear.cls_features(ser.load_encoder(run), torch.stack(images))
         torch.testing.assert_close(x, features[:, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)

@@ -33,7 +33,6 @@ def fingerprint(checkpoint):
 
 
 def split(*words):
-    """The words of a command line, some of which may be given together."""
     return shlex.split(" ".join(map(str, words)))
 
 
@@ -46,8 +45,7 @@ def run(experiment, *words):
 
 
 def call(evaluation, *words):
-    line = split(*words, "--workers 0")
-    evaluation.main(evaluation.settings, evaluation.evaluate, line)
+    evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
 def command_lines(capsys):
@@ -103,7 +101,7 @@ def values(path, **keys):
     rows = rows_in(path)
     for row in rows:
         own = fingerprint(row["settings"]["checkpoint"])
-        assert row["weights"] == own or row["encoder"] == "untrained"
+        assert own == row["weights"] or row["encoder"] == "untrained"
     return {row["measure"]: row["value"] for row in having(rows, **keys)}
 
 
