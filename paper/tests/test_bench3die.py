@@ -20,13 +20,12 @@ def args(tmp_path_factory):
     (root / ".hidden").mkdir()     # no class, as is the next file
     split = root / "val_images.npy"
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))
-    for number in reversed(range(12)):
-        folder = root / OBJECTS[number]
-        folder.mkdir(parents=True)
+    for number, name in reversed([*enumerate(OBJECTS)]):
+        (root / name).mkdir(parents=True)
         for view in range(50):
             image = Image.new("RGB", (16, 16), (0, 0, 250))
             image.paste((20 * number, 5 * view, 0), (1, 1, 15, 15))
-            image.save(folder / f"image_{view}.jpg", quality=100, subsampling=0)
+            image.save(root / name / f"image_{view}.jpg", quality=100, subsampling=0)
     return parsed(bench3die, f"--data {root} --split {split} --checkpoint C")
 
 
@@ -54,8 +53,7 @@ def test_the_split_is_that_of_the_list(args):
     assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)
     elsewhere.rename(gone)
 
-    epochs = [eval_linear.Seeded(crops, 0, epoch) for epoch in range(500)]
-    drawn = {seen(data[3]) for data in epochs}
+    drawn = {seen(eval_linear.Seeded(crops, 0, epoch)[3]) for epoch in range(500)}
     assert drawn == {*listed(["02747177/a"], range(50))}
 
 

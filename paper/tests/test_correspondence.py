@@ -16,9 +16,7 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     moved[:, 3, 0] = moved[:, 1, 1]
     both = torch.stack([still, moved])
 
-    def colours(x, layers):
-        return ser.Encoded(None, dict.fromkeys(layers, x), None)
-
+    colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
     colours.depth, colours.norm = 2, torch.abs
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
@@ -59,8 +57,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
         panels = three.axes[4 * number:4 * number + 4]
         for panel, (title, picture) in zip(panels, wanted.items(), strict=True):
             assert panel.get_title() == title
-            drawn = torch.tensor(panel.images[0].get_array())
-            close(drawn, picture.movedim(0, 2))
+            close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))
 
     phone = tmp_path / "phone.png"     # lies on its side, and says so
     exif = Image.Exif()

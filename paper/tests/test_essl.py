@@ -10,11 +10,10 @@ from test_ser import noise
 def test_label_k_means_k_counter_clockwise_quarter_turns():
     small = ser.View(torch.tensor([[[[1, 2], [3, 4]]]]), None, None, None)
     _, _, crops = essl.turned([None, None, small])
-    upright, first, second, third = crops.b1[:, 0].tolist()
+    upright, first, *others = crops.b1[:, 0].tolist()
     assert upright == [[1, 2], [3, 4]]
     assert first == [[2, 4], [1, 3]]
-    assert second == [[4, 3], [2, 1]]
-    assert third == [[3, 1], [4, 2]]
+    assert others == [[[4, 3], [2, 1]], [[3, 1], [4, 2]]]
 
 
 def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
@@ -22,7 +21,5 @@ def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
     head = model.heads["turns"]
     assert layers(head) == "Linear:2 LayerNorm:2 ReLU:0 " * 2 + "Linear:2 LayerNorm:2 Linear:2"
     crops = noise(48, 16).requires_grad_()
-    turns = torch.arange(48) // 12
-    wanted = F.cross_entropy(head(crops), turns)
-    found = model.equivariance_loss([None, None, crops], [])
-    check_gradients(found, wanted, [crops])
+    wanted = F.cross_entropy(head(crops), torch.arange(48) // 12)
+    check_gradients(model.equivariance_loss([None, None, crops], []), wanted, [crops])

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.tests.toys import (
-    call, images_in, parsed, stopped_after_3, toy_checkpoint, train_and_val, values)
+from paper.tests.toys import call, images_in, parsed, stopped_after_3, toy_checkpoint
+from paper.tests.toys import train_and_val, values
 from test_ser import close, pixels, run_ranks, same, sentence
 
 QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0"
@@ -22,8 +22,7 @@ def model_of(folder, drop_path=0.0):
 def test_the_recipe_is_plain_and_has_mae_s_rates():
     recipe = dict(epochs=50, warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05,
                   layer_decay=0.75, drop_path=0.1, label_smoothing=0.1)
-    args = parsed(finetune, "--data D --checkpoint C")
-    assert recipe.items() <= vars(args).items()
+    assert recipe.items() <= vars(parsed(finetune, "--data D --checkpoint C")).items()
 
 
 def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):

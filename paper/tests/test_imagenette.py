@@ -10,7 +10,7 @@ import eval_linear
 import ser
 from paper.evaluations import load_several
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, command_lines, having, parsed, readme_table, run
+from paper.tests.toys import FLAGS, having, parsed, printed_words, readme_table, run
 from paper.tests.toys import run_scripts_here, table_of, train_and_val
 from test_ser import parametrize, paste, sentence, write_image
 
@@ -24,7 +24,7 @@ def rows_of(name):
 def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
     line = "--data D --seeds 1 --print --workers 3"
     run(imagenette, line, "--bf16")
-    lines = command_lines(capsys)
+    lines = printed_words(capsys)
     measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
     flags = " ".join(imagenette.FLAGS.split()).replace("--epochs 10", "--epochs 20")     # as then
     assert rows_of("tiny")[0]["flags"].startswith(flags)
@@ -66,8 +66,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     rows = json.loads(path.read_text())
     linear, = having(rows, run="SER", measure="linear top-1 %")
     assert len(linear["values"]) == 3
-    assert {row["block"] for row in having(rows, classes=None)} == {1, 2, 3}
     assert having([linear], ranks=1, bf16=True, own="ser.py --weight 0.5")
+    assert {row["block"] for row in having(rows, classes=None)} == {1, 2, 3}
 
     # Two rows of one run and seed are refused, and so are those of other runs, or older ones.
     both = f"{line} --seeds 4 5 --show {path}"

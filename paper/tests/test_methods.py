@@ -42,13 +42,9 @@ def toy(name, flags=""):
     return shake(recipe(name)[0](settings(name, flags)))
 
 
-def dataset(name, images, args):
-    return recipe(name)[1](images, args)
-
-
 def toy_on_views(name, flags="", device="cpu"):
     args = settings(name, flags)
-    data = dataset(name, pixels(99, 3, 24, 18), args)
+    data = recipe(name)[1](pixels(99, 3, 24, 18), args)
     loaded, = DataLoader(data, batch_sampler=ser.batch_items(99, args, 0, 1))
     loaded = [(images.to(device), aug) for images, aug in loaded]
     return toy(name, flags).to(device), ser.make_views(loaded, args, step=0)
@@ -87,8 +83,7 @@ def test_a_step_keeps_to_the_device_of_the_images(name, monkeypatch):
 
 @parametrize("name", SCRIPTS)
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
-    images = pixels(31, 3, 16, 16)
-    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (images, None))
+    monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
     train = create_autospec(ser.train, side_effect=ser.train)
     monkeypatch.setattr(ser, "train", train)
     words = f"{FLAGS[name]} --ratio 0 --cls-layer 0 --epochs 1 --log-every 1 --out {tmp_path}"
@@ -107,9 +102,8 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
 def test_settings_reach_the_model_and_the_images(name):
     args = settings(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
     model = recipe(name)[0](args)
-    assert dataset(name, [], args).seed == 5
-    encoder = ser.seed_and_make_encoder(args)
-    assert same(model.base.encoder.state_dict(), encoder.state_dict())
+    assert recipe(name)[1]([], args).seed == 5
+    assert same(model.base.encoder.state_dict(), ser.seed_and_make_encoder(args).state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 
@@ -118,10 +112,9 @@ def test_settings_reach_the_model_and_the_images(name):
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
     parse = SCRIPTS[name].settings
     args = parse("--local-size 24 --local-area 0.1 0.3".split())
-    first, second, *others = dataset(name, [], args).policies
-    local = ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
-    assert others == crops * [local]
+    first, second, *others = recipe(name)[1]([], args).policies
     assert [first, second] == ser.two_view_dataset([], args).policies
+    assert others == crops * [ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)]
     for size in ("9", "36"):     # of images of 32, in patches of 4
         assert f"--local-size {size}: " in sentence(parse, ["--local-size", size])
 
@@ -166,7 +159,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
 @parametrize("name", ADDONS)
 def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
     words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
-    first, second, *_ = dataset(name, [], settings(name, words)).policies
+    first, second, *_ = recipe(name)[1]([], settings(name, words)).policies
     assert first == ser.Policy(32, (0.2, 1.0), 0.3, 0.5)
     assert second == ser.Policy(32, (0.2, 1.0), 0.4, 0.6)
 
@@ -174,9 +167,8 @@ def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(na
 @parametrize("name, parameters", [
     ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
 def test_addons_are_as_large_as_the_papers(name, parameters):
-    script = SCRIPTS[name]
     with torch.device("meta"):
-        model = script.build(script.settings(["--data", "given"]))
+        model = recipe(name)[0](SCRIPTS[name].settings(["--data", "given"]))
     assert sum(p.numel() for p in trained(model).values()) == parameters
 
 
@@ -197,16 +189,13 @@ DEFAULTS = dict(
         hidden=8192, off_diagonal=0.0051),
     multicrop=dict(local_size=96, local_area=[0.05, 0.25]),
     turned=dict(ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
-    augself=dict(weight=0.5),
-    equimod=dict(weight=1.0, temperature=0.2),
+    augself=dict(weight=0.5), equimod=dict(weight=1.0, temperature=0.2),
     stl=dict(weight=1.0, temperature=0.2),
     essl=dict(weight=1.0, local_size=96, local_area=[0.05, 0.14]))
 SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
-    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02),
-    augself=dict(layer=4),
-    essl=dict(local_area=[0.1, 0.3]),
-    multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
+    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), augself=dict(layer=4),
+    essl=dict(local_area=[0.1, 0.3]), multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
 for addon in ADDONS:
     DEFAULTS[addon] |= dict(ratio=0.0, equiv_layers=[], cls_layer=0, layer=12,
                             blur=[1.0, 0.1], solarize=[0.0, 0.2])
@@ -215,8 +204,8 @@ for addon in ADDONS:
 @parametrize("name", SCRIPTS)
 def test_the_defaults_are_those_of_the_paper_the_release_and_the_method(name):
     own = vars(SCRIPTS[name].settings(["--data", "imagenet"]))
-    wanted = {"out": f"runs/{name}"} | DEFAULTS.get(name, {})
-    assert own == vars(ser.parse(["--data", "imagenet"])) | wanted
+    ours = vars(ser.parse(["--data", "imagenet"]))
+    assert own == ours | {"out": f"runs/{name}"} | DEFAULTS.get(name, {})
     small = vars(SCRIPTS[name].settings([]))     # of synthetic images
     assert name == "simclr" or small["out"] == own["out"] + "-small"
     assert small.items() >= SMALL.get(name, {}).items()

@@ -11,8 +11,7 @@ def test_l_inv_sums_the_ten_pairs_and_l_equiv_the_global_and_the_two_local_pairs
     keys = [base.key(view) for view in views[:2]]
     inv = 0.0
     for number, view in enumerate(views):
-        cls, _ = ser.encode_view(base.encoder, view)
-        query = base.predictor(base.projector(cls))
+        query = base.predictor(base.projector(ser.encode_view(base.encoder, view)[0]))
         for own, key in enumerate(keys):
             if number != own:     # a global view is not compared with itself
                 inv = inv + slow_info_nce(query, key, 0.2)
@@ -21,6 +20,5 @@ def test_l_inv_sums_the_ten_pairs_and_l_equiv_the_global_and_the_two_local_pairs
     plain.projectors = model.projectors
     equiv = 0.0
     for start in (0, 2, 4):
-        pair = views[start:start + 2]
-        equiv = equiv + plain(pair)["equiv"]
+        equiv = equiv + plain(views[start:start + 2])["equiv"]
     close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv})

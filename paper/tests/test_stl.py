@@ -10,16 +10,14 @@ from test_ser import pixels, same, sentence, slow_info_nce
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
     """Of squeezed images. Flip, blur and solarization are an image's own, as T samples them."""
     source = [pixels(3, 30, 20), pixels(3, 18, 40)] * 3
-    indices = [4, 1, 5, 2]
-    items = [(3, index, False) for index in indices]     # of epoch 3
+    items = [(3, index, False) for index in (4, 1, 5, 2)]     # of epoch 3
     data = stl.dataset(source, settings("stl", "--solarize 0.5 0.5 --blur 1 1"))
     found = data.__getitems__(items)
-    partners = [items[0], items[0], items[2], items[2]]
-    for views, index, item, first in zip(found, indices, items, partners, strict=True):
-        square = ser.resize(source[index][None], (16, 16))[0]
+    for place, item in enumerate(items):
+        square = ser.resize(source[item[1]][None], (16, 16))[0]
         alone = data.sample_views(square, item)
-        with_first = data.sample_views(square, first)
-        for view, (image, shared), (_, own) in zip(views, with_first, alone, strict=True):
+        with_first = data.sample_views(square, items[place // 2 * 2])
+        for view, (image, shared), (_, own) in zip(found[place], with_first, alone, strict=True):
             if own.flip != shared.flip:
                 image = image.flip(-1)
             wanted = shared._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
@@ -35,8 +33,7 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name
 
     def moved(f, codes):
-        partners = codes[[1, 0, 3, 2]]
-        matrices = heads["hyper"](partners).view(4, 16, 16)
+        matrices = heads["hyper"](codes[[1, 0, 3, 2]]).view(4, 16, 16)     # of the partners
         return (matrices @ f[:, :, None])[:, :, 0]
 
     def both_ways(a, b):

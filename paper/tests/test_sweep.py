@@ -11,15 +11,15 @@ import pytest
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import (
-    FLAGS, command_lines, having, parsed, run, run_scripts_here, train_and_val)
+from paper.tests.toys import FLAGS, having, parsed, printed_words, run, run_scripts_here
+from paper.tests.toys import train_and_val
 from test_ser import parametrize, sentence
 
 
 @parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     run(sweep, f"--list {name} --data D --seeds 3 --print --launcher python")
-    lines = command_lines(capsys)
+    lines = printed_words(capsys)
     trained = {}
     for training in lines[::2]:
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser

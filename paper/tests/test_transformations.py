@@ -20,11 +20,9 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     for version, turns in enumerate([0, 1, 2, 3, 0]):
         flip = torch.full((70,), version == 4)
         g = ser.Geometry(flip, torch.full((70,), turns), (4, 4))
-        x = ser.rho(g, ser.normalise(images / 255), 4)
-        maps = encoder(x, [1, 3]).maps
+        maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
         for place, layer in enumerate([1, 3]):
-            wanted = maps[layer].mean((2, 3)).detach()
-            close(found[:, version, place], wanted, 1e-4)
+            close(found[:, version, place], maps[layer].mean((2, 3)).detach(), 1e-4)
 
 
 def labelled(n, seed, strength):
@@ -42,8 +40,7 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     if task == "flip":     # turns are of other images
         train[:, 1:4] = train[:, 1:4].flip(0)
         test[:, 1:4] = test[:, 1:4].flip(0)
-    outlier = 1e4 * test[:1]
-    assert probe(train, torch.cat([test, outlier]), versions, 0) > 96
+    assert probe(train, torch.cat([test, 1e4 * test[:1]]), versions, 0) > 96
 
     test[:, versions] = test[:, versions[::-1]]
     assert probe(train, test, versions, 0) <= 50
@@ -54,14 +51,10 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
     rates = []
-
-    def step(adam):
-        rates.append(adam.param_groups[0]["lr"])
-
-    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    monkeypatch.setattr(
+        torch.optim.Adam, "step", lambda adam: rates.append(adam.param_groups[0]["lr"]))
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
-    assert rates == [1e-3] * 10
-    assert torch.initial_seed() == 7
+    assert rates == [1e-3] * 10 and torch.initial_seed() == 7
     assert parsed(transformations, "--data D --checkpoint C").images == 20000
 
 

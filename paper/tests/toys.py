@@ -48,8 +48,7 @@ def call(evaluation, *words):
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
-def command_lines(capsys):
-    """The words of those that were printed, without their launcher."""
+def printed_words(capsys):
     return [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
 
 
