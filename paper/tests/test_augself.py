@@ -28,7 +28,6 @@ def test_the_loss_is_the_mean_over_both_orders_of_the_views():
             difference = getattr(augself, f"{task}_difference")
             targets = torch.cat([difference(first, second), difference(second, first)])
             predicted = model.heads[task](torch.cat([forth, back]))
-            gap = predicted.float().tanh() - targets
-            total = total + gap.square().mean()
+            total = total + (predicted.float().tanh() - targets).square().mean()
         found = model.equivariance_loss([f1, f2], views)
     check_gradients(found, total, [f1, f2])

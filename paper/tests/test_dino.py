@@ -39,8 +39,7 @@ def test_the_head_begins_as_dinos_and_gives_cosines_in_full_precision():
     for layer, width in zip(head.mlp[::2], (128, 128, 256)):
         assert layer.out_features == width
         assert layer.weight.std().item() == approx(0.02, rel=0.1)
-        assert layer.weight.abs().max() > 0.05
-        assert layer.bias.eq(0).all()
+        assert layer.weight.abs().max() > 0.05 and layer.bias.eq(0).all()
 
     _, rows = head.last.parametrizations.weight.parameters()
     x = noise(5, 64)
@@ -107,5 +106,4 @@ def test_a_step_has_the_rates_of_its_epoch_clips_and_freezes(epoch, rate, decay,
         assert p.equal(before[name]) == rests, name
         if not rests:
             gradient = torch.full(p.shape, 0.01 * place)
-            factor = min(1, 0.2 / gradient.norm().item())
-            close({name: p.grad}, {name: gradient * factor})
+            close({name: p.grad}, {name: gradient * min(1, 0.2 / gradient.norm().item())})

@@ -38,8 +38,7 @@ def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
     for (_, *words), own in zip(lines[1:4], ("--equivariance", "--seed 1", "--seed 2")):
         assert eval_linear.parse(words) == eval_linear.parse(f"{common} {own}".split())
 
-    deeper = "--names SER --depth 12 --equiv-layers 3"
-    assert parsed(imagenette, line, deeper).blocks == (3, 6, 12)
+    assert parsed(imagenette, line, "--names SER --depth 12 --equiv-layers 3").blocks == (3, 6, 12)
     assert parsed(sweep, "--data D").blocks == (3, 12)     # of the paper's table 4
 
 
@@ -51,8 +50,7 @@ def test_readmes_copies_are_centre_squares(tmp_path, monkeypatch):
     paste("from pathlib")
     path, = tmp_path.glob("imagenette-128/train/n01/*")
     copy = ser.read_image(str(path))
-    assert copy.shape == (3, 128, 128)
-    assert copy[2].min() > 200 and copy[0].max() < 60
+    assert copy.shape == (3, 128, 128) and copy[2].min() > 200 and copy[0].max() < 60
 
 
 def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, capsys):
@@ -73,7 +71,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     both = f"{line} --seeds 4 5 --show {path}"
     assert "one run and seed" in sentence(run, imagenette, both, path)
     changed = {f"{name}: ": {name: None} for name in ("flags", "images", "ranks", "bf16", "heads")}
-    changed |= {"weight 0.3": {"own": "ser.py --weight 0.3"}}
+    changed["weight 0.3"] = {"own": "ser.py --weight 0.3"}
     others = out / "others.json"
     for told, changes in changed.items():
         others.write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
@@ -118,9 +116,8 @@ def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(he
     for title, cells in readme_table("paper/README.md", header).items():
         line = next(line for line in printed if words_of(title) <= words_of(line))
         for run, cell in cells.items():
-            mean_and_std = numbers(printed[line][RUNS.get(run, run)])[:2]
-            wanted = mean_and_std if "±" in cell else mean_and_std[:1]
-            assert numbers(cell) == approx(wanted), (title, run)
+            wanted = numbers(printed[line][RUNS.get(run, run)])     # mean and std, and more
+            assert numbers(cell) == approx(wanted[:2 if "±" in cell else 1]), (title, run)
 
 
 def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
@@ -164,8 +161,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
                      "MoCo-v3 + rotation", "SER, λ = 0.5, + rotation"]
     upright = [row for row in rows_of("tiny") if "turned" not in row["measure"]]
-    drawn = imagenette.draw(upright).axes
-    shown = [axes.get_title("left").split(", ")[1] for axes in drawn]
+    shown = [axes.get_title("left").split(", ")[1] for axes in imagenette.draw(upright).axes]
     assert shown == ["rotated", "flipped", "scaled", "upright"]
 
 
@@ -181,9 +177,8 @@ def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(capsys)
     over_control, over_moco = tables("imagenette-10", capsys)
     control = over_control["linear top-1 %, block 6"]
     moco = over_moco["linear top-1 %, block 6"]
-    nearest = over_moco["20-NN top-1 %, block 6"]
     printed = [moco["SER"], moco["SER-0.1"], control["SER"], control["SER-0.1"],
-               moco["control"], nearest["SER"]]
+               moco["control"], over_moco["20-NN top-1 %, block 6"]["SER"]]
     claims = readme_table("paper/README.md", "| claim | the paper, ImageNet |").values()
     found = [numbers(claim["here"]) for claim in claims]
     assert found[:len(printed)] == [numbers(cell)[2:] for cell in printed]

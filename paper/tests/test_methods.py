@@ -152,8 +152,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
         features.append(f)
     inv = ser.SER(model.base, [])(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)
-    loss = inv + 0.7 * equiv
-    close(model(views), {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()})
+    close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
 
 
 @parametrize("name", ADDONS)
@@ -204,8 +203,8 @@ for addon in ADDONS:
 @parametrize("name", SCRIPTS)
 def test_the_defaults_are_those_of_the_paper_the_release_and_the_method(name):
     own = vars(SCRIPTS[name].settings(["--data", "imagenet"]))
-    ours = vars(ser.parse(["--data", "imagenet"]))
-    assert own == ours | {"out": f"runs/{name}"} | DEFAULTS.get(name, {})
+    wanted = {"out": f"runs/{name}"} | DEFAULTS.get(name, {})
+    assert own == vars(ser.parse(["--data", "imagenet"])) | wanted
     small = vars(SCRIPTS[name].settings([]))     # of synthetic images
     assert name == "simclr" or small["out"] == own["out"] + "-small"
     assert small.items() >= SMALL.get(name, {}).items()

@@ -40,20 +40,17 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     row = json.loads((out / "row.json").read_text())
     found = having(rows_in(out / "eval.json"), measure="linear top-1 %", classes=6)
     heads = [one["value"] for one in found]
-    assert len(set(heads)) > 1
-    assert row["linear top-1 %"] == approx(sum(heads) / 3)
+    assert len(set(heads)) > 1 and row["linear top-1 %"] == approx(sum(heads) / 3)
 
     data = pasted.ImageFolder(tmp_path / "val", pasted.RESIZE)
     eighths = [pasted.v2.functional.pil_to_tensor(data[i][0]) for i in (0, 8)]
     val = torch.stack(eighths) / 255
     turns = eval_linear.retrieval(model.f1, ser.normalise(val), patch=8)
-    assert 0 < turns < 1
-    assert row["rot90 retrieval"] == approx(turns)
+    assert row["rot90 retrieval"] == approx(turns) and 0 < turns < 1
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
     turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val, patch=8)
     assert row["rot90 retrieval with jitter"] == approx(turns)
-    assert (row["weight"], row["epochs"]) == (0.1, 2)
-    assert ": 15 images " in row["val"]
+    assert (row["weight"], row["epochs"]) == (0.1, 2) and ": 15 images " in row["val"]
     encoder = ser.load_encoder(out / "encoder.pt")
     assert row["weights"] == eval_linear.fingerprint(encoder)
     torch.testing.assert_close(encoder(val).cls, model.vit(val))
@@ -64,11 +61,8 @@ def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     assert "--val" in sentence(train, tmp_path, 0.1)     # before the work
     class_folders(tmp_path / "val")
     seen = []     # epoch and weight decay of each step
-
-    def look(adamw, _, epoch):
-        seen.append((epoch, adamw.param_groups[0]["weight_decay"]))
-
-    monkeypatch.setattr(ser, "set_learning_rate", look)
+    monkeypatch.setattr(ser, "set_learning_rate", lambda adamw, _, epoch: seen.append(
+        (epoch, adamw.param_groups[0]["weight_decay"])))
     _, whole = train(tmp_path, 0.1, f"--out {tmp_path}/whole")
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):     # in epoch 1
         stop.setattr(pasted.DistributedSampler, "set_epoch", lambda _, epoch: 1 // (1 - epoch))

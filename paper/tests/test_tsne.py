@@ -45,5 +45,4 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         dots, = panel.collections
         assert dots.get_offsets().data == approx(places, rel=1e-3)
-        assert dots.get_array().tolist() == colours.tolist()
-        assert panel.get_title() == name
+        assert (panel.get_title(), *dots.get_array()) == (name, *colours.tolist())

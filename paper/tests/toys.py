@@ -22,8 +22,7 @@ FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hid
 
 
 def toy_checkpoint(folder, **settings):
-    """The path of folder/last.pt, an encoder with random weights. settings replace those of TOY.
-    Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
+    """An encoder with random weights, of which blocks 2 and 3 have a [CLS] to read: 32 features."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return str(write_checkpoint(Path(folder), **settings))
 
@@ -117,8 +116,7 @@ def readme_table(readme, header):
 
 
 def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
-    """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
-    root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
+    """Images of 4 x 4 random colours, which tell an encoder the place; their classes take turns."""
     colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
     for number, image in enumerate(F.interpolate(colours, (size, size))):
         write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
