@@ -13,9 +13,8 @@ def run(*words):
     convert.convert(convert.settings([str(word) for word in words]))
 
 
-@parametrize("heads", [2, 4, 12])
+@parametrize("heads", [2, 4, 12])     # of a bare state dict, DeiT's, and moco-v3's checkpoint
 def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
-    """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
     shake(vit.eval())

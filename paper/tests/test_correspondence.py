@@ -5,7 +5,7 @@ import eval_linear
 import ser
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import copies, matched
-from paper.tests.toys import call, class_folders, fingerprint, saved_pictures, toy_checkpoint
+from paper.tests.toys import call, class_folders, saved_pictures, toy_checkpoint
 from test_ser import close, noise, pixels, sentence, write_image
 
 
@@ -70,7 +70,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     _, (one, _, made_by), _ = saved
     of_phone, of_class = [axes.images[0].get_array() for axes in (one.axes[0], three.axes[4])]
     assert (of_phone == of_class).all()
-    assert fingerprint(ours) in made_by["Description"]
+    assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
     for told, layer, size in (("--layer", 3, 16), ("several sizes", 2, 20)):
         other = toy_checkpoint(tmp_path / "other", equiv_layers=[layer], image_size=size)

@@ -1,5 +1,4 @@
 import torch
-import torch.nn.functional as F
 from pytest import approx
 
 import ser
@@ -9,7 +8,6 @@ from test_ser import close, noise, parametrize, trained
 
 
 def test_each_view_learns_from_the_other_and_the_center_moves_after_its_use():
-    """Caron et al., Eq. 1, 2 and 4, Algorithm 1; value, and the head's gradients."""
     model, views = toy_on_views("dino")
     base = model.base
     assert base.head.mlp[0].out_features == 24     # of --hidden
@@ -17,16 +15,13 @@ def test_each_view_learns_from_the_other_and_the_center_moves_after_its_use():
     before = 0.1 * noise(20, seed=3)
     base.center.copy_(before)
 
-    def cls_of(encoder):
-        return [ser.encode_view(encoder, view)[0] for view in views]
-
-    cls = cls_of(base.encoder)
-    s1, s2 = map(base.head, cls)
-    t1, t2 = map(base.teacher_head, cls_of(base.teacher))
-    wanted = 0.0
+    cls = [ser.encode_view(base.encoder, view)[0] for view in views]
+    s1, s2 = [base.head(x) for x in cls]
+    t1, t2 = [base.teacher_head(ser.encode_view(base.teacher, view)[0]) for view in views]
+    wanted = 0.0     # Caron et al., Eq. 1, 2 and 4, Algorithm 1
     for t, s in ((t1, s2), (t2, s1)):
         p_t = ((t - before) / base.tau_t).softmax(1).detach()
-        wanted = wanted + F.cross_entropy(s / 0.1, p_t) / 2
+        wanted = wanted + torch.nn.functional.cross_entropy(s / 0.1, p_t) / 2
     center = 0.9 * before + 0.1 * torch.cat([t1, t2]).mean(0)
 
     check_gradients(base(views, cls), wanted, [*cls, *base.head.parameters()])
@@ -74,7 +69,7 @@ def test_the_student_alone_has_stochastic_depth(encoder, most):
     for block, share in zip(getattr(model.base, encoder).blocks, (0, most / 2, most)):
         for layer in (block.attn.proj, block.mlp.fc2):
             x = noise(2000, 2, layer.in_features)
-            branch = F.linear(x, layer.weight, layer.bias)
+            branch = torch.nn.functional.linear(x, layer.weight, layer.bias)
             found = layer(x)
             left_out = found.eq(0).flatten(1).all(1)
             assert left_out.float().mean() == approx(share, abs=0.03)

@@ -27,11 +27,9 @@ def test_mean_and_deviation_of_the_parameters_are_those_under_moco_v3s_t():
     data = ser.two_view_dataset([image] * 1200, equimod.settings(["--data", "x"]))
     drawn = [data[0, index, False] for index in range(1200)]
     order = torch.rand(1200, 4, generator=seeded(5)).argsort(1)     # of each image
-    found = []
-    for b1, records in default_collate(drawn):
-        view = ser.View(b1, None, None, records, order)
-        found.append(equimod.parameters(view))
-    std, mean = torch.std_mean(torch.cat(found), dim=0)
+    views = [ser.View(b1, None, None, records, order) for b1, records in default_collate(drawn)]
+    found = torch.cat([equimod.parameters(view) for view in views])
+    std, mean = torch.std_mean(found, dim=0)
     close(mean, torch.zeros(18), 0.08)
     close(std, torch.ones(18), 0.07)
 

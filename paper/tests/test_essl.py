@@ -1,5 +1,4 @@
 import torch
-import torch.nn.functional as F
 
 import ser
 from paper.methods import essl
@@ -11,8 +10,7 @@ def test_label_k_means_k_counter_clockwise_quarter_turns():
     small = ser.View(torch.tensor([[[[1, 2], [3, 4]]]]), None, None, None)
     _, _, crops = essl.turned([None, None, small])
     upright, first, *others = crops.b1[:, 0].tolist()
-    assert upright == [[1, 2], [3, 4]]
-    assert first == [[2, 4], [1, 3]]
+    assert (upright, first) == ([[1, 2], [3, 4]], [[2, 4], [1, 3]])
     assert others == [[[4, 3], [2, 1]], [[3, 1], [4, 2]]]
 
 
@@ -21,5 +19,5 @@ def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():
     head = model.heads["turns"]
     assert layers(head) == "Linear:2 LayerNorm:2 ReLU:0 " * 2 + "Linear:2 LayerNorm:2 Linear:2"
     crops = noise(48, 16).requires_grad_()
-    wanted = F.cross_entropy(head(crops), torch.arange(48) // 12)
+    wanted = torch.nn.functional.cross_entropy(head(crops), torch.arange(48) // 12)
     check_gradients(model.equivariance_loss([None, None, crops], []), wanted, [crops])

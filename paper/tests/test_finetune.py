@@ -7,8 +7,7 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.tests.toys import call, images_in, parsed, stopped_after_3, toy_checkpoint
-from paper.tests.toys import train_and_val, values
+from paper.tests.toys import call, parsed, stopped_after_3, toy_checkpoint, train_and_val, values
 from test_ser import close, pixels, run_ranks, same, sentence
 
 QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0"
@@ -93,7 +92,7 @@ def test_a_stopped_training_goes_on(done, tmp_path, monkeypatch):
 
 def test_the_score_is_that_of_the_head_on_val(done):
     whole, _ = done
-    data = images_in(whole.parent / "data/val")
+    data = eval_linear.ClassFolder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
     features, labels = eval_linear.extract(encoder, data, parsed(finetune, QUICK))
     head = weights_of(whole)

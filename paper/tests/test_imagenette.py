@@ -4,13 +4,12 @@ import subprocess
 
 import pytest
 import torch
-from pytest import approx
 
 import eval_linear
 import ser
 from paper.evaluations import load_several
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, having, parsed, printed_words, readme_table, run
+from paper.tests.toys import FLAGS, having, parsed, readme_table, run
 from paper.tests.toys import run_scripts_here, table_of, train_and_val
 from test_ser import parametrize, paste, sentence, write_image
 
@@ -24,7 +23,7 @@ def rows_of(name):
 def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
     line = "--data D --seeds 1 --print --workers 3"
     run(imagenette, line, "--bf16")
-    lines = printed_words(capsys)
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
     flags = " ".join(imagenette.FLAGS.split()).replace("--epochs 10", "--epochs 20")     # as then
     assert rows_of("tiny")[0]["flags"].startswith(flags)
@@ -88,8 +87,7 @@ def tables(name, capsys, flags=""):
     return [table_of(text) for text in texts]
 
 
-def words_of(title):
-    """Those in which a title of README's agrees with the one that is printed."""
+def words_of(title):     # those in which README's agrees with the one that is printed
     return set(title.replace("rotated images", "turned").replace(",", "").split())
 
 
@@ -117,14 +115,14 @@ def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(he
         line = next(line for line in printed if words_of(title) <= words_of(line))
         for run, cell in cells.items():
             wanted = numbers(printed[line][RUNS.get(run, run)])     # mean and std, and more
-            assert numbers(cell) == approx(wanted[:2 if "±" in cell else 1]), (title, run)
+            assert numbers(cell) == pytest.approx(wanted[:2 if "±" in cell else 1]), (title, run)
 
 
 def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
     printed, = tables("imagenette-10", capsys, "--seeds 0 --names control SER-0.1")
     for title, cells in readme_table("paper/README.md", "|  | control |").items():
         for run, cell in cells.items():
-            assert numbers(cell) == approx(numbers(printed[title][run]), abs=0.5)
+            assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
 
 
 def test_readme_repeats_tables_of_the_index():
@@ -140,9 +138,8 @@ def test_readme_repeats_tables_of_the_index():
     for row, header in zip(accuracies, ("| 10 epochs", "| 200", "| ViT-S/16, 60"), strict=True):
         check(row, header, "linear, top-1 %")
 
-    pasted = readme_table("paper/README.md", "| pasted")
     for title, cells in readme_table("README.md", "| pasted").items():
-        assert {*cells.values()} < {*pasted[title].values()}
+        assert {*cells.values()} < {*readme_table("paper/README.md", "| pasted")[title].values()}
 
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
@@ -156,7 +153,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
     for axes, title in zip(panels, titles, strict=True):
         wanted = [numbers(printed[title][run])[0] for run in runs]
-        assert [bar.get_width() for bar in axes.patches] == approx(wanted, abs=0.06)
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx(wanted, abs=0.06)
     names = [label.get_text() for label in panels[0].get_yticklabels()]
     assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
                      "MoCo-v3 + rotation", "SER, λ = 0.5, + rotation"]

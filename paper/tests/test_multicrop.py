@@ -18,7 +18,5 @@ def test_l_inv_sums_the_ten_pairs_and_l_equiv_the_global_and_the_two_local_pairs
 
     plain = ser.SER(base, [1], temperature=model.temperature)
     plain.projectors = model.projectors
-    equiv = 0.0
-    for start in (0, 2, 4):
-        equiv = equiv + plain(views[start:start + 2])["equiv"]
+    equiv = sum(plain(views[start:start + 2])["equiv"] for start in (0, 2, 4))
     close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv})

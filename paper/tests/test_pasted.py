@@ -5,7 +5,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from pytest import approx
 
 timm = pytest.importorskip("timm")
 
@@ -40,16 +39,16 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     row = json.loads((out / "row.json").read_text())
     found = having(rows_in(out / "eval.json"), measure="linear top-1 %", classes=6)
     heads = [one["value"] for one in found]
-    assert len(set(heads)) > 1 and row["linear top-1 %"] == approx(sum(heads) / 3)
+    assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(sum(heads) / 3)
 
-    data = pasted.ImageFolder(tmp_path / "val", pasted.RESIZE)
-    eighths = [pasted.v2.functional.pil_to_tensor(data[i][0]) for i in (0, 8)]
-    val = torch.stack(eighths) / 255
+    upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
+    data = pasted.ImageFolder(tmp_path / "val", upright)
+    val = torch.stack([data[0][0], data[8][0]]) / 255     # every eighth
     turns = eval_linear.retrieval(model.f1, ser.normalise(val), patch=8)
-    assert row["rot90 retrieval"] == approx(turns) and 0 < turns < 1
+    assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
     turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val, patch=8)
-    assert row["rot90 retrieval with jitter"] == approx(turns)
+    assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
     assert (row["weight"], row["epochs"]) == (0.1, 2) and ": 15 images " in row["val"]
     encoder = ser.load_encoder(out / "encoder.pt")
     assert row["weights"] == eval_linear.fingerprint(encoder)
@@ -81,15 +80,13 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
     assert len({view.sum().item() for view in views}) == 4
     crop, flip, jitter = pasted.CROP.transforms
     jitters, gray, _ = jitter.transforms
-    assert crop.scale == (0.2, 1.0)
-    assert (flip.p, jitters.p, gray.p) == (0.5, 0.8, 0.2)
+    assert (*crop.scale, flip.p, jitters.p, gray.p) == (0.2, 1.0, 0.5, 0.8, 0.2)
     assert str(jitters.transforms[0]) == str(pasted.v2.ColorJitter(.4, .4, .4, .1))
     image = pixels(3, 128, 128)
     assert pasted.RESIZE(image).equal(pasted.v2.functional.resize(image, (64, 64)))
 
 
 def pasted_rank(rank, ranks, root):
-    """What tells apart the images of a step, the numbers of images, the seed, and the weights."""
     ser.setup()
     forward = pasted.Model.forward
     seen = []
@@ -109,8 +106,8 @@ def pasted_rank(rank, ranks, root):
 def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     train_and_val(tmp_path, 6, 2)
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
-    seeds = 2_000_000, 2_001_000     # of the epochs
-    for (images1, *own1), (images2, *own2), seed in zip(seen1, seen2, seeds, strict=True):
+    epochs = zip(seen1, seen2, (2_000_000, 2_001_000), strict=True)
+    for (images1, *own1), (images2, *own2), seed in epochs:
         assert (own1, own2) == ([8, seed], [8, seed + 1])
         assert len({*images1, *images2}) == 36
     assert same(weights1, weights2)
@@ -121,10 +118,8 @@ def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     x1, x2, copy1, copy2 = noise(4, 5, 3, 64, 64)
     z1, z2 = [model.head(model.vit(x)) for x in (x1, x2)]
     shared = seeded()
-    g1 = ser.sample_geometry(5, 8, generator=shared)
-    g2 = ser.sample_geometry(5, 8, generator=shared)
-    h1 = model.f1(ser.rho(g1, copy1, 8))
-    h2 = model.f1(ser.rho(g2, copy2, 8))
+    g1, g2 = [ser.sample_geometry(5, 8, generator=shared) for _ in range(2)]
+    h1, h2 = [model.f1(ser.rho(g, x, 8)) for g, x in ((g1, copy1), (g2, copy2))]
     equiv = ser.equiv_of_maps(model.project, ser.relative(g2, g1), h1, h2)
     close(model(x1, x2, copy1, copy2, seeded()), (both_ways(z1, z2, 0.2), equiv))
 

@@ -2,27 +2,25 @@ import shutil
 
 import pytest
 import torch
-from pytest import approx
 import torchvision.transforms.functional as TF
 
 import eval_linear
 import ser
 from paper.evaluations import robustness
-from paper.tests.toys import CLASSES, become_rank, call, class_folders, fingerprint, images_in
-from paper.tests.toys import parsed, rows_in, toy_checkpoint, train_and_val, values
+from paper.tests.toys import CLASSES, become_rank, call, class_folders, images_in, parsed
+from paper.tests.toys import rows_in, toy_checkpoint, train_and_val, values
 from test_ser import noise, pixels, sentence, write_image
 
 
 def toy_head(checkpoint, name="head-toy.pt"):
-    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = ser.Path(checkpoint).with_name(name)
+    weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
     ser.save(path, weight=noise(6, 32, seed=3), bias=noise(6, seed=4), classes=CLASSES, lr=0.1,
-             weights=fingerprint(checkpoint), settings={"lr": [0.1, 1.0]}, images="train: 9 images")
+             weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
     return str(path)
 
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
-    """Of the paper's, too; a column that lacks a severity has none."""
     told = robustness.table("P", {"tilt": (1, 2)}, 9).partition("tilt")[2]
     assert told.split()[:7] == ["1.00", "2.00", "67.58", "68.60", "87.48", "88.17", "scale"]
     results = {name: (float(place), 90.0) for place, name in enumerate(robustness.SETS["C"])}
@@ -58,7 +56,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     probe = values(tmp_path / "eval.json")
     del probe["20-NN top-1 %"]
     assert 25 < probe["linear top-1 %"] < 100
-    assert found("C/snow/1") == approx(probe, abs=0.01)
+    assert found("C/snow/1") == pytest.approx(probe, abs=0.01)
     assert 0 < found("C/contrast/3")["linear top-1 %"] < 100     # among all classes; one is there
     assert found("turned/270") == found("C/frost/1") != probe
     told = capsys.readouterr().out
@@ -106,9 +104,8 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     toy_head(path)
     line = f"--checkpoint {path} --kind P --data {tmp_path} --workers 0"
     args = parsed(robustness, line)
-    checkpoint = eval_linear.read_checkpoint(args)
-    encoder = checkpoint.encoder
-    head = robustness.load_head(args, checkpoint)
+    encoder = eval_linear.read_checkpoint(args).encoder
+    head = robustness.load_head(args, eval_linear.read_checkpoint(args))
     scores = []
     resized = []
     for number in range(6):
@@ -127,7 +124,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     wanted = torch.tensor(scores).mean(0).tolist()
 
     call(robustness, line)
-    assert [*values(tmp_path / "robustness.json", set="P/tilt").values()] == approx(wanted)
+    assert [*values(tmp_path / "robustness.json", set="P/tilt").values()] == pytest.approx(wanted)
     row, *_ = rows_in(tmp_path / "robustness.json")
     names = [f"{CLASSES[1 + number // 2]}/{number}.mp4" for number in range(6)]
     assert row["images"].endswith(ser.checksum(names))
@@ -139,6 +136,6 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
         become_rank(monkeypatch, rank)
         own, videos = robustness.score_videos(encoder, head, tmp_path / "tilt", resize, args)
         sums += torch.tensor(own)
-    assert (sums / 10).tolist() == approx(wanted)
+    assert (sums / 10).tolist() == pytest.approx(wanted)
     for (frames, _), plain in zip(videos, resized, strict=True):
         assert (frames.int() - plain).abs().max() <= 1

@@ -41,9 +41,8 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
 
     t12 = heads["read"](torch.cat([f1, f2], dim=1))
     t21 = heads["read"](torch.cat([f2, f1], dim=1))
-    embed = heads["embed"]
-    z = torch.cat([embed(f1), embed(f2)])
-    z_moved = torch.cat([embed(moved(f2, t21)), embed(moved(f1, t12))])
+    z = torch.cat([heads["embed"](f1), heads["embed"](f2)])
+    z_moved = torch.cat([heads["embed"](moved(f2, t21)), heads["embed"](moved(f1, t12))])
 
     codes = torch.cat([t12, t21])
     even = heads["embed_code"](codes[0::2])

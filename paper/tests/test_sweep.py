@@ -4,34 +4,31 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, having, parsed, printed_words, run, run_scripts_here
-from paper.tests.toys import train_and_val
+from paper.tests.toys import FLAGS, having, parsed, run, run_scripts_here, train_and_val
 from test_ser import parametrize, sentence
 
 
 @parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
     run(sweep, f"--list {name} --data D --seeds 3 --print --launcher python")
-    lines = printed_words(capsys)
+    lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = {}
     for training in lines[::2]:
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
         settings = getattr(program, "settings", ser.parse)(training[1:])
         assert (settings.depth, settings.dim) == (12, 384)
         trained[str((program, vars(settings) | {"out": ""}))] = (settings.ratio, settings.group)
-        kind, _, own = Path(settings.out).name.removesuffix("-3").partition("-")
+        kind, _, own = settings.out.split("/")[-1].removesuffix("-3").partition("-")
         if kind == "layer":     # [CLS] enters after it, or at 0
             assert (settings.cls_layer, settings.equiv_layers) == (int(own) % 12, [int(own)])
-        if kind in ("equimod", "augself"):
+        if wanted := {"equimod": (1, 0.2), "augself": (0.5, 0.3)}.get(kind):
             assert program.__name__.endswith(kind) and settings.layer == int(own)
-            wanted = (1, 0.2) if kind == "equimod" else (0.5, 0.3)
             assert (settings.weight, settings.temperature) == wanted
         assert kind != "CLS" or settings.cls_layer == int(own)
         assert kind != "lambda" or settings.weight == float(own)
@@ -82,10 +79,9 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "own_rows", lambda *_: [])     # as if the images changed
     assert "changed" in sentence(run, sweep, *argv)
 
-    # Runs that are there refuse other settings before another is trained.
     monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
     assert "base_lr 0.1 (now 0.2)" in sentence(run, sweep, *argv, "--base-lr 0.2")
-    assert not (out / "new-4").exists()
+    assert not (out / "new-4").exists()     # runs that are there refuse before another is trained
 
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from test_ser import close, noise, parametrize, pixels, toy
 
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
-    """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     images = pixels(70, 3, 16, 16)
     data = [(image, "label") for image in images]

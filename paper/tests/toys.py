@@ -1,4 +1,3 @@
-"""What the tests of paper/ share: toy checkpoints, and folders of images."""
 import contextlib
 import json
 import runpy
@@ -16,19 +15,14 @@ import ser
 from test_ser import pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
-# A training of a moment, on 16 images or so, as words of a command line.
 FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
-         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()
+         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()     # of a moment
 
 
 def toy_checkpoint(folder, **settings):
     """An encoder with random weights, of which blocks 2 and 3 have a [CLS] to read: 32 features."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return str(write_checkpoint(Path(folder), **settings))
-
-
-def fingerprint(checkpoint):
-    return eval_linear.fingerprint(ser.load_encoder(checkpoint))
 
 
 def split(*words):
@@ -47,13 +41,8 @@ def call(evaluation, *words):
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
-def printed_words(capsys):
-    return [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-
-
 def saved_pictures(monkeypatch):
-    """Figure, path and metadata of each picture that is saved from now on."""
-    saved = []
+    saved = []     # figure, path and metadata of each picture from now on
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(
         module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
@@ -62,14 +51,12 @@ def saved_pictures(monkeypatch):
 
 @contextlib.contextmanager
 def stopped_after_3(monkeypatch):
-    """Within it, the training must end with an error when it would record its fourth step."""
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
         stop.setattr(ser, "log_and_check", lambda log, bar, step, *_: 1 // (4 - step))
         yield
 
 
 def run_scripts_here(monkeypatch):
-    """The command lines of sweep.py and imagenette.py run in this process."""
     def run(command, check):
         assert check and command[0] == sys.executable     # one that failed is not evaluated
         script, *flags = [word for word in command[1:] if word not in ("-m", "-u")]
@@ -96,11 +83,10 @@ def having(rows, **keys):
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = rows_in(path)
-    for row in rows:
-        own = fingerprint(row["settings"]["checkpoint"])
-        assert own == row["weights"] or row["encoder"] == "untrained"
-    return {row["measure"]: row["value"] for row in having(rows, **keys)}
+    for row in rows_in(path):
+        encoder = ser.load_encoder(row["settings"]["checkpoint"])
+        assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
+    return {row["measure"]: row["value"] for row in having(rows_in(path), **keys)}
 
 
 def table_of(text):
