@@ -78,6 +78,5 @@ def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatc
     overhead.time_steps(parsed(overhead, "--rows=step --rounds=3 --bf16 --batch=24"))
     for call, wanted in zip(made.call_args_list, ((0, 0), (0.125, 3), (0.25, 3)), strict=True):
         side = ser.parse(["--data", "given", *call.args[0]])
-        assert (side.ratio, side.cls_layer) == wanted
-        assert (side.batch_size, side.bf16) == (24, True)
+        assert (side.ratio, side.cls_layer, side.batch_size, side.bf16) == (*wanted, 24, True)
     assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 24\n"

@@ -16,6 +16,8 @@ from paper.tests.toys import CLASSES, class_folders, having, parsed, readme_tabl
 from paper.tests.toys import train_and_val
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence
 
+UPRIGHT = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
+
 
 def train(root, weight, *flags, batch=6):
     line = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
@@ -41,8 +43,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     heads = [one["value"] for one in found]
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(sum(heads) / 3)
 
-    upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
-    data = pasted.ImageFolder(tmp_path / "val", upright)
+    data = pasted.ImageFolder(tmp_path / "val", UPRIGHT)
     val = torch.stack([data[0][0], data[8][0]]) / 255     # every eighth
     turns = eval_linear.retrieval(model.f1, ser.normalise(val), patch=8)
     assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
@@ -98,7 +99,7 @@ def pasted_rank(rank, ranks, root):
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
-    pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
+    pasted.CROP = UPRIGHT
     _, model = train(root, 0.1, "--seed 2", batch=36)
     return seen, model.state_dict()
 
@@ -119,7 +120,8 @@ def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     z1, z2 = [model.head(model.vit(x)) for x in (x1, x2)]
     shared = seeded()
     g1, g2 = [ser.sample_geometry(5, 8, generator=shared) for _ in range(2)]
-    h1, h2 = [model.f1(ser.rho(g, x, 8)) for g, x in ((g1, copy1), (g2, copy2))]
+    h1 = model.f1(ser.rho(g1, copy1, 8))
+    h2 = model.f1(ser.rho(g2, copy2, 8))
     equiv = ser.equiv_of_maps(model.project, ser.relative(g2, g1), h1, h2)
     close(model(x1, x2, copy1, copy2, seeded()), (both_ways(z1, z2, 0.2), equiv))
 
