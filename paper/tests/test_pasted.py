@@ -160,7 +160,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
     assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
 
-    learned = names["optimizer"].param_groups[0]["params"]
+    learned, = [group["params"] for group in names["optimizer"].param_groups]
     assert {*names["your_loss"].parameters()} <= {*learned}
     gradients = [p.grad for p in learned if p.grad is not None]
     assert len(gradients) > 30     # three blocks of twelve tensors, and more

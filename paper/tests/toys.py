@@ -114,5 +114,5 @@ def train_and_val(root, n_train, n_val, size=20, seed=6):
     class_folders(root / "val", n_val, size, seed)
 
 
-def images_in(folder, size=16):
-    return eval_linear.ClassFolder(folder, eval_linear.eval_transform(size))
+def images_in(folder):
+    return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
