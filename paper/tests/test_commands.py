@@ -1,4 +1,3 @@
-"""Every command line of the READMEs and of the scripts' headers is one that its script takes."""
 import ast
 import importlib
 import re

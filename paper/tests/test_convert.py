@@ -4,7 +4,7 @@ import torch
 import ser
 from paper.experiments import convert
 from paper.tests.toys import toy_checkpoint
-from test_ser import noise, sentence, shake
+from test_ser import noise, parametrize, sentence, shake
 
 IMAGES = noise(3, 3, 16, 16, seed=1)
 
@@ -13,9 +13,8 @@ def run(*words):
     convert.convert(convert.settings([str(word) for word in words]))
 
 
-@pytest.mark.parametrize("heads", [2, 4, 12])
+@parametrize("heads", [2, 4, 12])     # of a bare state dict, DeiT's, and moco-v3's checkpoint
 def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
-    """A bare state dict, DeiT's, and moco-v3's checkpoint, which has 12 heads."""
     timms = pytest.importorskip("timm").models.VisionTransformer
     vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
     shake(vit.eval())

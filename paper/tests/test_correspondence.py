@@ -1,4 +1,3 @@
-import pytest
 import torch
 from PIL import Image
 
@@ -6,7 +5,7 @@ import eval_linear
 import ser
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import copies, matched
-from paper.tests.toys import call, class_folders, toy_checkpoint
+from paper.tests.toys import call, class_folders, saved_pictures, toy_checkpoint
 from test_ser import close, noise, pixels, sentence, write_image
 
 
@@ -15,13 +14,15 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     moved = still.rot90(1, (1, 2)).clone()
     moved[:, 2, 2] *= -1
     moved[:, 3, 0] = moved[:, 1, 1]
+    both = torch.stack([still, moved])
+
     colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
     colours.depth, colours.norm = 2, torch.abs
     wanted = torch.ones(4, 4, dtype=torch.bool)
     wanted[2, 2] = wanted[3, 0] = False
-    assert matched(colours, torch.stack([still, moved]), 1).equal(wanted)
+    assert matched(colours, both, 1).equal(wanted)
     wanted[2, 2] = True     # the last block's tokens are normalised, as in eval_linear
-    assert matched(colours, torch.stack([still, moved]), 2).equal(wanted)
+    assert matched(colours, both, 2).equal(wanted)
 
     photo = torch.zeros(3, 8, 8)
     photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left
@@ -30,15 +31,14 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
-    saved = []     # figure, path and metadata of each picture
-    module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(
-        module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
+    saved = saved_pictures(monkeypatch)
     val = class_folders(tmp_path / "val", size=18)
     write_image(ser.Path(val, "n00/._000.png"), pixels(3, 18, 18))
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
-    call(correspondence, f"--data {val} --checkpoint {moco} {ours} --label MoCo-v3 SER")
+    runs = f"--checkpoint {moco} {ours} --label MoCo-v3 SER"
+    call(correspondence, f"--data {val}", runs)
+    (three, *_), = saved
 
     for number in range(3):
         image = ser.read_image(f"{val}/n{number:02}/{number:03}.png")
@@ -53,7 +53,8 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
             pale = 0.85 + 0.15 * copy
             wanted[f"{name}:\n{tokens.sum()} of 16 matched"] = torch.where(seen, copy, pale)
 
-        for panel, (title, picture) in zip(saved[0][0].axes[4 * number:], wanted.items()):
+        panels = three.axes[4 * number:4 * number + 4]
+        for panel, (title, picture) in zip(panels, wanted.items(), strict=True):
             assert panel.get_title() == title
             close(torch.tensor(panel.images[0].get_array()), picture.movedim(0, 2))
 
@@ -61,14 +62,14 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.open(f"{val}/n01/001.png").rotate(90).save(phone, exif=exif)
-    call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
+    call(correspondence, f"--data {phone}", runs)
     toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
-    call(correspondence, f"--data {phone} --checkpoint {moco} {ours} --label a b")
+    call(correspondence, f"--data {phone}", runs)
     assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights
     assert {path.parent for _, path, _ in saved} == {tmp_path / "moco"}
-    (three, *_), (one, _, made_by), _ = saved
-    photo, of_class = one.axes[0].images[0].get_array(), three.axes[4].images[0].get_array()
-    assert (photo == of_class).all()
+    _, (one, _, made_by), _ = saved
+    of_phone, of_class = [axes.images[0].get_array() for axes in (one.axes[0], three.axes[4])]
+    assert (of_phone == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
     for told, layer, size in (("--layer", 3, 16), ("several sizes", 2, 20)):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
-from paper.tests.toys import call, class_folders, stopped_after_3, toy_checkpoint, values
+from paper.tests.toys import call, parsed, stopped_after_3, toy_checkpoint, train_and_val, values
 from test_ser import close, pixels, run_ranks, same, sentence
 
 QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0"
@@ -21,7 +21,7 @@ def model_of(folder, drop_path=0.0):
 def test_the_recipe_is_plain_and_has_mae_s_rates():
     recipe = dict(epochs=50, warmup_epochs=5, batch_size=1024, base_lr=5e-4, weight_decay=0.05,
                   layer_decay=0.75, drop_path=0.1, label_smoothing=0.1)
-    assert recipe.items() <= vars(finetune.settings(["--data", "D", "--checkpoint", "C"])).items()
+    assert recipe.items() <= vars(parsed(finetune, "--data D --checkpoint C")).items()
 
 
 def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):
@@ -32,7 +32,7 @@ def test_logits_are_fp32_under_autocast(tmp_path, monkeypatch):
 def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
     """At .75 ** (layers above) times its rate; only matrices decay; 2 of 26 images are not used."""
     line = f"{QUICK} --label-smoothing 0.25 --weight-decay 20 --base-lr 0.05 --seed 3"
-    args = finetune.settings(line.split())
+    args = parsed(finetune, line)
     assert args.warmup_epochs == 0.2
     args.warmup_epochs = 1
     images = pixels(26, 3, 16, 16)
@@ -71,8 +71,7 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     root = tmp_path_factory.mktemp("finetune")
-    class_folders(root / "data/train", per_class=3, size=18)
-    class_folders(root / "data/val", per_class=12, size=18)
+    train_and_val(root / "data", 3, 12, size=18, seed=5)
     line = f"{QUICK} --data {root}/data --checkpoint {toy_checkpoint(root)}"
     call(finetune, line, f"--out {root}/whole")
     return root / "whole", line
@@ -95,7 +94,7 @@ def test_the_score_is_that_of_the_head_on_val(done):
     whole, _ = done
     data = eval_linear.ClassFolder(whole.parent / "data/val", eval_linear.eval_transform(16))
     encoder = ser.load_encoder(whole / "finetune.pt")
-    features, labels = eval_linear.extract(encoder, data, finetune.settings(QUICK.split()))
+    features, labels = eval_linear.extract(encoder, data, parsed(finetune, QUICK))
     head = weights_of(whole)
     logits = F.linear(features[:, -16:], head["head.weight"], head["head.bias"])
     top1, top5 = eval_linear.accuracy(logits, labels, torch.arange(6))

@@ -1,22 +1,21 @@
-"""What all methods of paper/methods share: toys, oracles of their layers, commands, ranks."""
 import contextlib
+import importlib
 import inspect
 import runpy
 import sys
 from unittest.mock import create_autospec
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ser
-from paper.methods import augself, barlow_twins, dino, equimod, essl, multicrop, simclr, stl, turned
-from test_ser import close, log_of, pixels, run_ranks, same, sentence, shake, trained
+from test_ser import close, log_of, noise, parametrize, pixels, run_ranks, same, sentence, shake
+from test_ser import slow_info_nce, trained
 
-SCRIPTS = dict(dino=dino, barlow_twins=barlow_twins, multicrop=multicrop, simclr=simclr,
-               turned=turned, augself=augself, equimod=equimod, stl=stl, essl=essl)
 ADDONS = ["augself", "equimod", "stl", "essl"]
+NAMES = ["dino", "barlow_twins", "multicrop", "simclr", "turned", *ADDONS]
+SCRIPTS = {name: importlib.import_module(f"paper.methods.{name}") for name in NAMES}
 
 FLAGS = dict.fromkeys(SCRIPTS, "--image-size 16 --dim 16 --moco-hidden 32 --batch-size 12 ")
 for base in SCRIPTS.keys() - ADDONS:
@@ -29,10 +28,9 @@ FLAGS["essl"] += "--local-size 8 "
 
 def recipe(name):
     """What ser.train is given: build, data set, optimizer, schedule; of a script, or ser.py's."""
-    script = SCRIPTS[name]
-    return [getattr(script, "build", ser.build), getattr(script, "dataset", ser.two_view_dataset),
-            getattr(script, "optimizer", ser.adamw),
-            getattr(script, "schedule", ser.set_learning_rate)]
+    own = vars(SCRIPTS[name])
+    return [own.get("build", ser.build), own.get("dataset", ser.two_view_dataset),
+            own.get("optimizer", ser.adamw), own.get("schedule", ser.set_learning_rate)]
 
 
 def settings(name, flags=""):
@@ -51,19 +49,26 @@ def toy_on_views(name, flags="", device="cpu"):
     return toy(name, flags).to(device), ser.make_views(loaded, args, step=0)
 
 
+def random_features(views, images=12):
+    return list(noise(views, images, 16).requires_grad_())
+
+
 def layers(network):
     return " ".join(f"{type(layer).__name__}:{len([*layer.parameters()])}" for layer in network)
 
 
+def both_ways(a, b, tau):
+    return slow_info_nce(a, b, tau) + slow_info_nce(b, a, tau)
+
+
 def check_gradients(fast, slow, features):
-    """A loss has the value of its oracle, and the gradients for the features of each view."""
     close({"loss": fast}, {"loss": slow})
     wanted = torch.autograd.grad(slow, features)
     close(torch.autograd.grad(fast, features), wanted, 1e-4)
     assert all(gradient.abs().max() > 1e-5 for gradient in wanted), "a view has no gradient"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@parametrize("name", SCRIPTS)
 def test_a_step_keeps_to_the_device_of_the_images(name, monkeypatch):
     # Tensors on "meta" have no values. Like those of a GPU, they do not mix with a CPU's.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
@@ -74,7 +79,7 @@ def test_a_step_keeps_to_the_device_of_the_images(name, monkeypatch):
         loss.backward()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@parametrize("name", SCRIPTS)
 def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch):
     monkeypatch.setattr(ser, "synthetic_images", lambda *_, **__: (pixels(31, 3, 16, 16), None))
     train = create_autospec(ser.train, side_effect=ser.train)
@@ -89,28 +94,28 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
     assert [f.__code__ for f in call.args[1:]] == [f.__code__ for f in recipe(name)]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@parametrize("name", SCRIPTS)
 def test_settings_reach_the_model_and_the_images(name):
     args = settings(name, "--weight 0.7 --temperature 0.4 --equiv-layers 2 --seed 5")
-    build, dataset, *_ = recipe(name)
-    model = build(args)
-    assert dataset([], args).seed == 5
+    model = recipe(name)[0](args)
+    assert recipe(name)[1]([], args).seed == 5
     assert same(model.base.encoder.state_dict(), ser.seed_and_make_encoder(args).state_dict())
     assert (model.weight, model.temperature) == (0.7, 0.4)
     assert name in ADDONS or model.layers == [2]
 
 
-@pytest.mark.parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
+@parametrize("name, crops, blur", [("multicrop", 4, 0.5), ("essl", 1, 0.1)])
 def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
-    args = SCRIPTS[name].settings("--local-size 24 --local-area 0.1 0.3".split())
-    local = ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)
-    wanted = [*ser.two_view_dataset([], args).policies, *crops * [local]]
-    assert list(recipe(name)[1]([], args).policies) == wanted
+    parse = SCRIPTS[name].settings
+    args = parse("--local-size 24 --local-area 0.1 0.3".split())
+    first, second, *others = recipe(name)[1]([], args).policies
+    assert [first, second] == ser.two_view_dataset([], args).policies
+    assert others == crops * [ser.Policy(24, [0.1, 0.3], p_blur=blur, p_solarize=0.0)]
     for size in ("9", "36"):     # of images of 32, in patches of 4
-        assert f"--local-size {size}: " in sentence(SCRIPTS[name].settings, ["--local-size", size])
+        assert f"--local-size {size}: " in sentence(parse, ["--local-size", size])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@parametrize("name", SCRIPTS)
 def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
     """And nothing else, as DDP demands. MoCo-v3's patch embedding stays random."""
     model, views = toy_on_views(name)
@@ -122,21 +127,20 @@ def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
     assert (found[0] - found[1]).norm() > 1e-4 * found[0].norm()
 
     model(views)["loss"].backward()
-    frozen = ["teacher", "momentum"]
-    if name not in ("dino", "barlow_twins", "simclr"):
-        frozen.append("patch_embed")
+    own_base = name in ("dino", "barlow_twins", "simclr")
+    frozen = ["teacher", "momentum"] if own_base else ["teacher", "momentum", "patch_embed"]
     for key, p in model.named_parameters():
         rests = any(word in key for word in frozen)
         assert (p.grad is None) == rests, key
         assert rests or p.grad.ne(0).any(), key
 
 
-@pytest.mark.parametrize("name", ADDONS)
-@pytest.mark.parametrize("layer", [2, 4])
+@parametrize("name", ADDONS)
+@parametrize("layer", [2, 4])
 def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
     model, views = toy_on_views(name, f"--weight 0.7 --layer {layer}")
     features = []
-    for view in essl.turned(views) if name == "essl" else views:
+    for view in SCRIPTS["essl"].turned(views) if name == "essl" else views:
         f, _, cls_at = model.base.encoder(view.b1, [2])
         if layer == 2:
             f = torch.layer_norm(cls_at[2], (16,), model.norm.weight, model.norm.bias, 1e-6)
@@ -146,7 +150,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
     close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
 
 
-@pytest.mark.parametrize("name", ADDONS)
+@parametrize("name", ADDONS)
 def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(name):
     words = " --image-size 32 --crop-min 0.2 --blur 0.3 0.4 --solarize 0.5 0.6"
     first, second, *_ = recipe(name)[1]([], settings(name, words)).policies
@@ -154,35 +158,32 @@ def test_views_1_and_2_of_an_addon_are_moco_v3s_but_for_blur_and_solarization(na
     assert second == ser.Policy(32, (0.2, 1.0), 0.4, 0.6)
 
 
-@pytest.mark.parametrize("name, parameters", [
+@parametrize("name, parameters", [
     ("augself", 44_209_288), ("equimod", 43_271_296), ("stl", 62_175_872), ("essl", 43_287_684)])
 def test_addons_are_as_large_as_the_papers(name, parameters):
     with torch.device("meta"):
-        model = SCRIPTS[name].build(SCRIPTS[name].settings(["--data", "given"]))
+        model = recipe(name)[0](SCRIPTS[name].settings(["--data", "given"]))
     assert sum(p.numel() for p in trained(model).values()) == parameters
 
 
-@pytest.mark.parametrize("flags", ["--ratio 0.25", "--layer 5", "--layer 2 --cls-layer 2"])
+@parametrize("flags", ["--ratio 0.25", "--layer 5", "--layer 2 --cls-layer 2"])
 def test_settings_without_l_eq_are_refused(flags):
     assert flags.startswith(sentence(toy, "augself", flags).split()[0])
 
 
-# What departs from ser.py in a run on ImageNet.
-DEFAULTS = dict(
+DEFAULTS = dict(     # what departs from ser.py in a run on ImageNet
     dino=dict(
-        out="runs/dino", weight=0.3, temperature=0.5, weight_decay=0.04, base_lr=1e-4,
-        crop_min=0.25, final_lr=1e-5, final_weight_decay=0.4, clip=0.3, drop_path=0.1,
-        hidden=2048, outputs=65536, first_teacher_temp=0.04, teacher_temp=0.07,
-        teacher_temp_epochs=10.0, momentum=0.982, freeze_epochs=1.0),
+        weight=0.3, temperature=0.5, weight_decay=0.04, base_lr=1e-4, crop_min=0.25, final_lr=1e-5,
+        final_weight_decay=0.4, clip=0.3, drop_path=0.1, hidden=2048, outputs=65536, momentum=0.982,
+        first_teacher_temp=0.04, teacher_temp=0.07, teacher_temp_epochs=10.0, freeze_epochs=1.0),
     barlow_twins=dict(
         out="runs/barlow", weight=0.5, temperature=0.3, base_lr=1e-4, weight_decay=0.1,
         hidden=8192, off_diagonal=0.0051),
-    multicrop=dict(out="runs/multicrop", local_size=96, local_area=[0.05, 0.25]),
-    simclr=dict(out="runs/simclr"), augself=dict(out="runs/augself", weight=0.5),
-    turned=dict(out="runs/turned", ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
-    equimod=dict(out="runs/equimod", weight=1.0, temperature=0.2),
-    stl=dict(out="runs/stl", weight=1.0, temperature=0.2),
-    essl=dict(out="runs/essl", weight=1.0, local_size=96, local_area=[0.05, 0.14]))
+    multicrop=dict(local_size=96, local_area=[0.05, 0.25]),
+    turned=dict(ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
+    augself=dict(weight=0.5), equimod=dict(weight=1.0, temperature=0.2),
+    stl=dict(weight=1.0, temperature=0.2),
+    essl=dict(weight=1.0, local_size=96, local_area=[0.05, 0.14]))
 SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
     barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), augself=dict(layer=4),
@@ -192,17 +193,17 @@ for addon in ADDONS:
                             blur=[1.0, 0.1], solarize=[0.0, 0.2])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@parametrize("name", SCRIPTS)
 def test_the_defaults_are_those_of_the_paper_the_release_and_the_method(name):
     own = vars(SCRIPTS[name].settings(["--data", "imagenet"]))
-    assert own == vars(ser.parse(["--data", "imagenet"])) | DEFAULTS[name]
+    wanted = {"out": f"runs/{name}"} | DEFAULTS.get(name, {})
+    assert own == vars(ser.parse(["--data", "imagenet"])) | wanted
     small = vars(SCRIPTS[name].settings([]))     # of synthetic images
     assert name == "simclr" or small["out"] == own["out"] + "-small"
     assert small.items() >= SMALL.get(name, {}).items()
 
 
 def rank_main(rank, ranks, out):
-    """method -> gradients after the clip, and buffers, of a step on this rank's images."""
     ser.setup()
     found = {}
     for name in SCRIPTS:

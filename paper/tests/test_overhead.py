@@ -5,7 +5,7 @@ import torch
 
 import ser
 from paper.experiments import overhead
-from paper.tests.toys import CLASSES, FLAGS, class_folders
+from paper.tests.toys import CLASSES, FLAGS, class_folders, parsed
 
 
 def test_the_counts_are_the_papers():
@@ -40,43 +40,43 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
 
 def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     data = class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
-    words = f"--rows loader --data {data} --rounds 1".split()
-    pytest.raises(SystemExit, overhead.settings, [*words, "--bf16"])     # of steps alone
+    line = f"--rows loader --data {data} --rounds 1"
+    pytest.raises(SystemExit, parsed, overhead, line, "--bf16")     # of steps alone
     recipe = overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
           patch.object(ser, "sample_view", wraps=ser.sample_view) as ours,
           patch.object(torch, "set_num_threads") as threads):
-        overhead.time_loader(overhead.settings(words))
+        overhead.time_loader(parsed(overhead, line))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     threads.assert_called_with(1)     # of one core
-    for made in theirs.call_args_list:
-        assert made.args[0].transforms[1].transforms[0].hue == (-0.1, 0.1)
     assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
-    shares = {tuple(t.p for t in made.args[0].transforms[1:5]) for made in theirs.call_args_list}
+    drawn = [made.args[0].transforms[1:5] for made in theirs.call_args_list]
+    assert {jitter.transforms[0].hue for jitter, *_ in drawn} == {(-0.1, 0.1)}
+    shares = {tuple(change.p for change in changes) for changes in drawn}
     assert shares == {(0.8, 0.2, 1.0, 0.0), (0.8, 0.2, 0.1, 0.2)}     # jitter to solarization
     _, seconds, _, rate, *_ = capsys.readouterr().out.split()
     assert float(seconds) * float(rate) == pytest.approx(3, rel=0.1)
 
 
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
-    """b takes 1.5, 2 and 9 times as long as a; the round that does not count, 100 s a side."""
-    seconds = dict(a1=2.0, b1=3.0, a2=6.0, b2=12.0, a3=1.0, b3=9.0)
+    seconds = dict(a1=2.0, b1=3.0, a2=6.0, b2=12.0, a3=1.0, b3=9.0)     # 1.5, 2 and 9 times
     called = []
+
     clock = lambda: sum(seconds.get(name, 100) for name in called)
     monkeypatch.setattr(overhead.time, "perf_counter", clock)
     sides = {name: lambda number, name=name: called.append(f"{name}{number}") for name in "ab"}
     overhead.compare(sides, 3, 12)
     assert called == ["a0", "b0", "b1", "a1", "a2", "b2", "b3", "a3"]
-    second = capsys.readouterr().out.splitlines()[1].split()
-    assert second[:7] == ["b", "9.0000", "s", "1.3", "images/s", "2.000x", "(1.500-9.000)"]
+    _, second = capsys.readouterr().out.splitlines()
+    assert second.startswith("b              9.0000 s      1.3 images/s  2.000x (1.500-9.000)")
 
 
 def test_the_steps_of_moco_v3_and_of_ser_with_each_ratio_are_compared(monkeypatch, capsys):
     made = create_autospec(overhead.training_step, return_value=lambda number: None)
     monkeypatch.setattr(overhead, "training_step", made)
     monkeypatch.setattr(overhead, "compare", lambda steps, *numbers: print(*steps, *numbers))
-    overhead.time_steps(overhead.settings("--rows=step --rounds=3 --bf16 --batch=24".split()))
-    sides = [ser.parse(["--data", "given", *one.args[0]]) for one in made.call_args_list]
-    assert [(side.ratio, side.cls_layer, side.batch_size, side.bf16) for side in sides] == [
-        (0, 0, 24, True), (0.125, 3, 24, True), (0.25, 3, 24, True)]
+    overhead.time_steps(parsed(overhead, "--rows=step --rounds=3 --bf16 --batch=24"))
+    for call, wanted in zip(made.call_args_list, ((0, 0), (0.125, 3), (0.25, 3)), strict=True):
+        side = ser.parse(["--data", "given", *call.args[0]])
+        assert (side.ratio, side.cls_layer, side.batch_size, side.bf16) == (*wanted, 24, True)
     assert capsys.readouterr().out == "moco ser 0.125 ser 0.25 3 24\n"

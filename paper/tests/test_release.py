@@ -1,4 +1,3 @@
-"""The gradients of ours and, where SER_RELEASE names a clone of it, of the authors' code."""
 import os
 
 import pytest

@@ -7,21 +7,20 @@ import torchvision.transforms.functional as TF
 import eval_linear
 import ser
 from paper.evaluations import robustness
-from paper.tests.toys import CLASSES, become_rank, call, class_folders, toy_checkpoint, values
-from test_ser import TOY, noise, pixels, sentence, write_image
+from paper.tests.toys import CLASSES, become_rank, call, class_folders, images_in, parsed
+from paper.tests.toys import rows_in, toy_checkpoint, train_and_val, values
+from test_ser import noise, pixels, sentence, write_image
 
 
 def toy_head(checkpoint, name="head-toy.pt"):
-    """A linear head of two blocks, as eval_linear.py leaves one beside a checkpoint; its path."""
     path = ser.Path(checkpoint).with_name(name)
     weights = eval_linear.fingerprint(ser.load_encoder(checkpoint))
-    ser.save(path, weight=noise(6, 2 * TOY["dim"], seed=3), bias=noise(6, seed=4), classes=CLASSES,
-             lr=0.1, weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
+    ser.save(path, weight=noise(6, 32, seed=3), bias=noise(6, seed=4), classes=CLASSES, lr=0.1,
+             weights=weights, settings={"lr": [0.1, 1.0]}, images="train: 9 images")
     return str(path)
 
 
 def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
-    """Of the paper's, too; a column that lacks a severity has none."""
     told = robustness.table("P", {"tilt": (1, 2)}, 9).partition("tilt")[2]
     assert told.split()[:7] == ["1.00", "2.00", "67.58", "68.60", "87.48", "88.17", "scale"]
     results = {name: (float(place), 90.0) for place, name in enumerate(robustness.SETS["C"])}
@@ -39,12 +38,10 @@ def test_means_are_over_severities_and_then_over_the_columns_that_are_there():
 
 def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     path = toy_checkpoint(tmp_path)
-    class_folders(tmp_path / "data/train", per_class=4, size=24)
-    class_folders(tmp_path / "data/val", per_class=7, size=24)
-    flags = ["--data", f"{tmp_path}/data", "--checkpoint", path, "--epochs", "20", "--cache"]
-    eval_linear.evaluate(eval_linear.parse([*flags, "--workers", "0"]))
-    val = eval_linear.ClassFolder(tmp_path / "data/val", eval_linear.eval_transform(16))
-    for number, (image, label) in enumerate(val):
+    train_and_val(tmp_path / "data", 4, 7, size=24, seed=5)
+    line = f"--data {tmp_path}/data --checkpoint {path} --epochs 20 --cache --workers 0"
+    eval_linear.evaluate(eval_linear.parse(line.split()))
+    for number, (image, label) in enumerate(images_in(tmp_path / "data/val")):
         file = f"{CLASSES[label]}/{number}.png"
         write_image(tmp_path / "c/snow/1" / file, image)
         write_image(tmp_path / "c/frost/1" / file, image.rot90(3, (1, 2)))
@@ -62,7 +59,8 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     assert found("C/snow/1") == pytest.approx(probe, abs=0.01)
     assert 0 < found("C/contrast/3")["linear top-1 %"] < 100     # among all classes; one is there
     assert found("turned/270") == found("C/frost/1") != probe
-    assert "['snow/1', 'frost/1']" in (told := capsys.readouterr().out) and "['contrast/3']" in told
+    told = capsys.readouterr().out
+    assert "['snow/1', 'frost/1']" in told and "['contrast/3']" in told
 
 
 def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
@@ -70,7 +68,7 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
     path = toy_checkpoint(tmp_path)     # in place of the stranger's
 
     def load(*flags):
-        args = robustness.settings(["--checkpoint", path, "--kind", "C", "--data", "C", *flags])
+        args = parsed(robustness, f"--checkpoint {path} --kind C --data C", *flags)
         return robustness.load_head(args, eval_linear.read_checkpoint(args))
 
     one = toy_head(path, "head-one.pt")
@@ -93,9 +91,10 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
 
     with pytest.raises(FileNotFoundError):
         call(robustness, line)
-    top1, _ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
-    assert (top1["head"]["lr"], top1["head"]["settings"]["lr"]) == (0.1, [0.1, 1.0])
-    assert (top1["block"], top1["head"]["images"]) == (3, "train: 9 images")     # it learned from
+    top1, _ = rows_in(tmp_path / "robustness.json")
+    head = top1["head"]
+    assert (head["lr"], head["settings"]) == (0.1, {"lr": [0.1, 1.0]})
+    assert (top1["block"], head["images"]) == (3, "train: 9 images")     # it learned from
 
 
 def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_path, monkeypatch):
@@ -103,8 +102,8 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     pytest.importorskip("av")
     path = toy_checkpoint(tmp_path)
     toy_head(path)
-    line = f"--checkpoint {path} --kind P --data {tmp_path} --workers 0".split()
-    args = robustness.settings(line)
+    line = f"--checkpoint {path} --kind P --data {tmp_path} --workers 0"
+    args = parsed(robustness, line)
     encoder = eval_linear.read_checkpoint(args).encoder
     head = robustness.load_head(args, eval_linear.read_checkpoint(args))
     scores = []
@@ -124,9 +123,9 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
         scores.append(eval_linear.accuracy(logits, labels, torch.arange(6)))
     wanted = torch.tensor(scores).mean(0).tolist()
 
-    call(robustness, *line)
+    call(robustness, line)
     assert [*values(tmp_path / "robustness.json", set="P/tilt").values()] == pytest.approx(wanted)
-    row, *_ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
+    row, *_ = rows_in(tmp_path / "robustness.json")
     names = [f"{CLASSES[1 + number // 2]}/{number}.mp4" for number in range(6)]
     assert row["images"].endswith(ser.checksum(names))
     assert row["head"]["fingerprint"] == eval_linear.fingerprint(head.linear)

@@ -10,34 +10,29 @@ import pytest
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, class_folders, run_scripts_here
-from test_ser import sentence
+from paper.tests.toys import FLAGS, having, parsed, run, run_scripts_here, train_and_val
+from test_ser import parametrize, sentence
 
 
-@pytest.mark.parametrize("name", sweep.LISTS)
+@parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
-    argv = f"--list {name} --data D --seeds 3 --print --launcher python --workers 3"
-    sweep.main(sweep.settings(argv.split()))
+    run(sweep, f"--list {name} --data D --seeds 3 --print --launcher python")
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = {}
-    for training, evaluation in zip(lines[::2], lines[1::2]):
+    for training in lines[::2]:
         program = importlib.import_module(training.pop(1)) if training[0] == "-m" else ser
         settings = getattr(program, "settings", ser.parse)(training[1:])
-        assert (settings.depth, settings.dim, settings.seed) == (12, 384, 3)
+        assert (settings.depth, settings.dim) == (12, 384)
         trained[str((program, vars(settings) | {"out": ""}))] = (settings.ratio, settings.group)
-        known = eval_linear.arguments().parse_args(evaluation[1:])
-        assert known.checkpoint == f"{settings.out}/last.pt"
-        assert (known.data, known.workers) == (settings.data, settings.workers) == ("D", 3)
-        if own := re.search(r"/layer-(\d+)-3", settings.out):     # [CLS] enters after it, or at 0
-            layer = int(own[1])
-            assert (settings.cls_layer, settings.equiv_layers) == (layer % 12, [layer])
-        if own := re.search(r"/(equimod|augself)-(\d+)-3", settings.out):
-            assert program.__name__.endswith(own[1]) and settings.layer == int(own[2])
-            wanted = {"equimod": (1, 0.2), "augself": (0.5, 0.3)}[own[1]]
+        kind, _, own = settings.out.split("/")[-1].removesuffix("-3").partition("-")
+        if kind == "layer":     # [CLS] enters after it, or at 0
+            assert (settings.cls_layer, settings.equiv_layers) == (int(own) % 12, [int(own)])
+        if wanted := {"equimod": (1, 0.2), "augself": (0.5, 0.3)}.get(kind):
+            assert program.__name__.endswith(kind) and settings.layer == int(own)
             assert (settings.weight, settings.temperature) == wanted
-        assert "/CLS-" not in settings.out or f"/CLS-{settings.cls_layer}-3" in settings.out
-        assert "/lambda-" not in settings.out or f"/lambda-{settings.weight:g}-3" in settings.out
-        assert "all-layers" not in settings.out or settings.equiv_layers == [*range(1, 13)]
+        assert kind != "CLS" or settings.cls_layer == int(own)
+        assert kind != "lambda" or settings.weight == float(own)
+        assert kind != "all" or settings.equiv_layers == [*range(1, 13)]
     assert len(trained) == len(lines) / 2 >= 4
     ratios, groups = zip(*trained.values())
     assert name != "r" or ratios == (0.005, 0.02, 0, 0.01)
@@ -50,18 +45,18 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     of_equimod = sweep.Run("equi", f"--layer 1 {sweep.PLAIN}", 69.51, "-m paper.methods.equimod")
     monkeypatch.setattr(sweep, "SHARED", [sweep.Run("SER", "--ratio .25", 69)])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
-    class_folders(tmp_path / "train", per_class=3)
-    class_folders(tmp_path / "val", per_class=1, seed=6)
+    train_and_val(tmp_path, 3, 1)
     line = f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --base-lr 0.1"
-    argv = [*line.split(), "--launcher", f"{sys.executable} -u", *FLAGS]
-    sweep.main(sweep.settings(argv))
+    argv = [line, f"--launcher '{sys.executable} -u'", *FLAGS]
+    run(sweep, *argv)
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
     assert "  69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
     assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
-    results = json.loads((out / "SER-5" / "eval.json").read_text())
+    evaluation = out / "SER-5/eval.json"
+    results = json.loads(evaluation.read_text())
     theirs = results["rows"]
     wanted = sweep.means(theirs, "SER", 5, (1, 3))     # L_equiv's block, and the last
     for row, own in zip(json.loads(written[1]), wanted, strict=True):
@@ -70,25 +65,23 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     # Rows of other weights or images, and of an evaluation by hand, change nothing.
     row = theirs[-1]
     theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
-    theirs += [row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0}]
-    (out / "SER-5" / "eval.json").write_text(json.dumps(results))
-    sweep.main(sweep.settings(argv))
+    theirs.append(row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0})
+    evaluation.write_text(json.dumps(results))
+    run(sweep, *argv)
     assert "eval_linear.py" not in capsys.readouterr().out     # what is done is not repeated
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
 
     # Nor does an evaluation of the run before it had ended, which names its start as well.
-    results["rows"] = [row for row in theirs if row["encoder"] == "untrained"]
-    (out / "SER-5" / "eval.json").write_text(json.dumps(results))
-    sweep.main(sweep.settings(argv))
+    results["rows"] = having(theirs, encoder="untrained")
+    evaluation.write_text(json.dumps(results))
+    run(sweep, *argv)
     assert capsys.readouterr().out.count("eval_linear.py") == 1
     monkeypatch.setattr(sweep, "own_rows", lambda *_: [])     # as if the images changed
-    assert "changed" in sentence(sweep.main, sweep.settings(argv))
+    assert "changed" in sentence(run, sweep, *argv)
 
-    # Runs that are there refuse other settings before another is trained.
     monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
-    other = sweep.settings([*argv, "--base-lr", "0.2"])
-    assert "base_lr 0.1 (now 0.2)" in sentence(sweep.main, other)
-    assert not (out / "new-4").exists()
+    assert "base_lr 0.1 (now 0.2)" in sentence(run, sweep, *argv, "--base-lr 0.2")
+    assert not (out / "new-4").exists()     # runs that are there refuse before another is trained
 
 
 def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
@@ -102,7 +95,7 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     assert len(eval_linear.read_results(path)["rows"]) == 4
 
 
-@pytest.mark.parametrize("script, flags, told", [
+@parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
@@ -110,7 +103,7 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
     (imagenette, "--ratio 0", "--ratio 0: the run turned-control")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
-    assert re.search(told, sentence(script.settings, ["--data", "D", *flags.split()]))
+    assert re.search(told, sentence(parsed, script, "--data D", flags))
 
 
 def test_rows_are_means_over_evaluations_after_wanted_blocks_and_untrained_ones_are_sers():
@@ -119,11 +112,11 @@ def test_rows_are_means_over_evaluations_after_wanted_blocks_and_untrained_ones_
     turns = place | {"classes": None, "block": 2, "measure": "rot90 retrieval", "value": 0.5}
     found = [linear | {"value": value} for value in (10, 60, 20)]
     found += [turns, turns | {"block": 5}, turns | {"encoder": "untrained", "value": 0.25}]
-    first, *others = sweep.means(found, "SER", 4, (2, 4))
+    first, trained, untrained = sweep.means(found, "SER", 4, (2, 4))
     wanted = linear | {"run": "SER", "seed": 4, "value": 30, "values": [10, 60, 20]}
     assert first | {"encoder": "trained"} == wanted
-    turned = [(row["run"], row["block"], row["values"]) for row in others]
-    assert turned == [("SER", 2, [0.5]), ("untrained", 2, [0.25])]
+    assert having([trained], run="SER", block=2, values=[0.5])
+    assert having([untrained], run="untrained", block=2, values=[0.25])
     assert [row["run"] for row in sweep.means(found, "control", 4, (2, 4))] == 2 * ["control"]
 
 

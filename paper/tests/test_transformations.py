@@ -1,24 +1,24 @@
 from itertools import product
 
-import pytest
 import torch
+from pytest import approx
 
 import eval_linear
 import ser
 from paper.evaluations import transformations
 from paper.evaluations.transformations import TASKS, probe, version_features
-from paper.tests.toys import call, class_folders, toy_checkpoint, values
-from test_ser import close, noise, pixels, toy
+from paper.tests.toys import call, images_in, parsed, toy_checkpoint, train_and_val, values
+from test_ser import close, noise, parametrize, pixels, toy
 
 
 def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
-    """Against rho: counter-clockwise turns, then the flip; [CLS] has no part."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     images = pixels(70, 3, 16, 16)
-    found = version_features(encoder, [*zip(images, images)], [1, 3], 0)
-    for version in range(5):
+    data = [(image, "label") for image in images]
+    found = version_features(encoder, data, [1, 3], 0)
+    for version, turns in enumerate([0, 1, 2, 3, 0]):
         flip = torch.full((70,), version == 4)
-        g = ser.Geometry(flip, torch.full((70,), version % 4), (4, 4))
+        g = ser.Geometry(flip, torch.full((70,), turns), (4, 4))
         maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
         for place, layer in enumerate([1, 3]):
             close(found[:, version, place], maps[layer].mean((2, 3)).detach(), 1e-4)
@@ -28,14 +28,14 @@ def labelled(n, seed, strength):
     return noise(n, 1, 8, seed=seed) + strength * torch.eye(5, 8)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@parametrize("task", TASKS)
 def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     """Images differ more than their versions: only the difference of a pair tells, in any unit."""
     versions = TASKS[task]
     unit = torch.logspace(-2, 4, 8)
+    unit[7] = 0     # which cannot be standardised
     train = unit * (labelled(300, 1, 1.0) + 5)
     test = unit * (labelled(100, 2, 1.0) + 5)
-    train[..., 7] = test[..., 7] = 0     # which cannot be standardised
     if task == "flip":     # turns are of other images
         train[:, 1:4] = train[:, 1:4].flip(0)
         test[:, 1:4] = test[:, 1:4].flip(0)
@@ -45,7 +45,7 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     assert probe(train, test, versions, 0) <= 50
 
     guessed = probe(labelled(50, 1, 0.0), labelled(40, 2, 0.0), versions, 0)
-    assert guessed == pytest.approx(100 / len(versions))
+    assert guessed == approx(100 / len(versions))
 
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
@@ -54,18 +54,15 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
         torch.optim.Adam, "step", lambda adam: rates.append(adam.param_groups[0]["lr"]))
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
     assert rates == [1e-3] * 10 and torch.initial_seed() == 7
-    assert transformations.settings(["--data", "D", "--checkpoint", "C"]).images == 20000
+    assert parsed(transformations, "--data D --checkpoint C").images == 20000
 
 
-@pytest.mark.parametrize("flags, paper, layers", [
+@parametrize("flags, paper, layers", [
     ("", [1, 3], [1, 3]), ("--layers 2 9", [1, 3], [2]), ("", [1, 2], [1, 2])])
 def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkeypatch, capsys):
-    sets = {}
-    spread = []
-    for split, n in (("train", 16), ("val", 8)):
-        class_folders(tmp_path / split, per_class=3, size=18, seed=n)
-        sets[split] = eval_linear.ClassFolder(tmp_path / split, eval_linear.eval_transform(16))
-        spread.append(eval_linear.spread(sets[split], n))
+    train_and_val(tmp_path, 3, 3, size=18)
+    sets = {split: images_in(tmp_path / split) for split in ("train", "val")}
+    spread = [eval_linear.spread(sets["train"], 16), eval_linear.spread(sets["val"], 8)]
 
     def sums(train, test, versions, seed):
         return seed + (train[:, versions].sum() + 1000 * test[:, versions].sum()).item()
@@ -75,12 +72,14 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     path = toy_checkpoint(tmp_path)
     call(transformations, f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000", flags)
     assert ("78.68" in capsys.readouterr().out) == (layers == [1, 3])     # of flips, by SER
+    results = tmp_path / "transformations.json"
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
-    for (name, encoder), layer in product(encoders.items(), layers):
+    for name, layer in product(encoders, layers):
+        encoder = encoders[name]
         features = [version_features(encoder, images, [layer], 0) for images in spread]
-        wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
-                  "flip %": sums(*features, [0, 4], 70000)}
         place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}
-        assert values(tmp_path / "transformations.json", **place) == pytest.approx(wanted, 1e-4)
-        assert list(values(tmp_path / "transformations.json", **place, classes=2)) == ["flip %"]
+        wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
+                  "flip %": sums(*features, [0, 4], 70000)}
+        assert values(results, **place) == approx(wanted, 1e-4)
+        assert list(values(results, **place, classes=2)) == ["flip %"]

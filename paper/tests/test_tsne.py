@@ -5,18 +5,16 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.evaluations import tsne
-from paper.tests.toys import call, class_folders, toy_checkpoint
-from test_ser import sentence
+from paper.tests.toys import call, class_folders, saved_pictures, toy_checkpoint
+from test_ser import parametrize, sentence
 
 TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
 
-@pytest.mark.parametrize("flags, transform", [
+@parametrize("flags, transform", [
     ("--ready", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
-    figures = []
-    module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(module.Figure, "savefig", lambda fig, path, metadata: figures.append(fig))
+    saved = saved_pictures(monkeypatch)
     drawn = []
     plot = tsne.plot
     monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
@@ -24,8 +22,8 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     one, two = [toy_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     call(tsne, f"--data {val} --checkpoint {one} {two} --label A B --classes 4 --seed 2", flags)
 
-    root = class_folders(tmp_path / "root/train")[:-6]
-    assert "class folders" in sentence(call, tsne, f"--data {root} --checkpoint {one}")
+    class_folders(tmp_path / "root/train")
+    assert "class folders" in sentence(call, tsne, f"--data {tmp_path}/root --checkpoint {one}")
     data = eval_linear.ClassFolder(val, transform)
     sample = tsne.sample_classes(data, 4, 2)
     images, labels = zip(*sample)
@@ -33,12 +31,14 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     assert (len(classes), len(sample)) == (4, 48)
     assert sample.indices != tsne.sample_classes(data, 4, 0).indices
     assert "--classes 99" in sentence(tsne.sample_classes, data, 99, 0)
-    data.classes.remove(next(name for i, name in enumerate(data.classes) if i not in labels))
+    other, _ = {*range(6)} - {*labels}
+    data.classes.pop(other)
     assert tsne.sample_classes(data, 4, 2).indices == sample.indices
-    figure, = figures
+    (figure, _, _), = saved
     for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), torch.stack(images))
         torch.testing.assert_close(x, features[:, -16:])
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
-        assert panel.collections[0].get_offsets().data == pytest.approx(places, rel=1e-3)
-        assert (panel.get_title(), *panel.collections[0].get_array()) == (name, *colours.tolist())
+        dots, = panel.collections
+        assert dots.get_offsets().data == pytest.approx(places, rel=1e-3)
+        assert (panel.get_title(), *dots.get_array()) == (name, *colours.tolist())

@@ -1,7 +1,7 @@
-"""What the tests of paper/ share: toy checkpoints, and folders of images."""
 import contextlib
 import json
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,34 +15,48 @@ import ser
 from test_ser import pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
-# A training of a moment, on 16 images or so, as words of a command line.
 FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
-         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()
+         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()     # of a moment
 
 
 def toy_checkpoint(folder, **settings):
-    """The path of folder/last.pt, an encoder with random weights. settings replace those of TOY.
-    Blocks 2 and 3 have a [CLS] to read: features of both are 2 * 16 wide."""
+    """An encoder with random weights, of which blocks 2 and 3 have a [CLS] to read: 32 features."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return str(write_checkpoint(Path(folder), **settings))
 
 
-def call(module, *words):
-    """Run an evaluation as by its command line, whose words may also be given together."""
-    line = " ".join(map(str, words))
-    module.main(module.settings, module.evaluate, [*line.split(), "--workers", "0"])
+def split(*words):
+    return shlex.split(" ".join(map(str, words)))
+
+
+def parsed(module, *words):
+    return module.settings(split(*words))
+
+
+def run(experiment, *words):
+    experiment.main(parsed(experiment, *words))
+
+
+def call(evaluation, *words):
+    evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
+
+
+def saved_pictures(monkeypatch):
+    saved = []     # figure, path and metadata of each picture from now on
+    module = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(
+        module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
+    return saved
 
 
 @contextlib.contextmanager
 def stopped_after_3(monkeypatch):
-    """Within it, the training must end with an error when it would record its fourth step."""
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
         stop.setattr(ser, "log_and_check", lambda log, bar, step, *_: 1 // (4 - step))
         yield
 
 
 def run_scripts_here(monkeypatch):
-    """The command lines of sweep.py and imagenette.py run in this process."""
     def run(command, check):
         assert check and command[0] == sys.executable     # one that failed is not evaluated
         script, *flags = [word for word in command[1:] if word not in ("-m", "-u")]
@@ -59,13 +73,20 @@ def become_rank(monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(10))
 
 
+def rows_in(path):
+    return json.loads(Path(path).read_text())["rows"]
+
+
+def having(rows, **keys):
+    return [row for row in rows if keys.items() <= row.items()]
+
+
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = json.loads(Path(path).read_text())["rows"]
-    for row in rows:
+    for row in rows_in(path):
         encoder = ser.load_encoder(row["settings"]["checkpoint"])
         assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
-    return {row["measure"]: row["value"] for row in rows if keys.items() <= row.items()}
+    return {row["measure"]: row["value"] for row in having(rows_in(path), **keys)}
 
 
 def table_of(text):
@@ -76,15 +97,22 @@ def table_of(text):
 
 
 def readme_table(readme, header):
-    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
 
 def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
-    """root/CLASS/NUMBER.png of 4 x 4 random colours, which tell an encoder the place; returns
-    root. Of six classes, 000, 006, ... are of the first, 001, 007, ... of the second."""
+    """Images of 4 x 4 random colours, which tell an encoder the place; their classes take turns."""
     colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
     for number, image in enumerate(F.interpolate(colours, (size, size))):
         write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
     return str(root)
+
+
+def train_and_val(root, n_train, n_val, size=20, seed=6):
+    class_folders(root / "train", n_train, size)
+    class_folders(root / "val", n_val, size, seed)
+
+
+def images_in(folder):
+    return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
