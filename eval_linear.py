@@ -23,7 +23,7 @@ evaluated, too, in twice the time.
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
 
-    {"weights": "8819ceaf7257fc34-2-3", "settings": {"cache": false, ...},
+    {"weights": "8819ceaf7257fc34-2-3", "settings": {"data": "", ...},
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
@@ -256,16 +256,12 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
-        map_of = partial(map_after, encoder, block)
-        generator = ser.rng("jitter", element)
-
-        def map_with_jitter(images: Tensor) -> Tensor:     # in other colours at each call
-            return map_of(recolour_and_normalise(images, generator))
-
+        f1 = partial(map_after, encoder, block)
+        f1_with_jitter = partial(map_of_recoloured, encoder, block, ser.rng("jitter", element))
         values = {
-            f"{element} cosine": cosine(map_of, x, patch, element),
-            f"{element} retrieval": retrieval(map_of, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(map_with_jitter, images, patch, element)}
+            f"{element} cosine": cosine(f1, x, patch, element),
+            f"{element} retrieval": retrieval(f1, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(f1_with_jitter, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -291,20 +287,20 @@ class ClassFolder(ImageFolder):
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
 
-        self.known_classes = classes     # for `find_classes`, which the next line calls
         super().__init__(
             root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
-        labels = set(self.targets)
-        empty = [folder for folder, label in self.class_to_idx.items() if label not in labels]
+        all_folders = self.classes     # ImageFolder's labels count these, also hidden ones
+        folders = [folder for folder in all_folders if folder[0] != "."]
+        self.classes = list(classes or folders)
+        self.class_to_idx = folder_labels(root, folders, self.classes)
+
+        filled = {all_folders[label] for label in self.targets}
+        empty = [folder for folder in folders if folder not in filled]
         if empty:
             sys.exit(f"{root}: no image below {', '.join(empty)}")
-
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """ImageFolder's hook: the classes, and the label of each folder."""
-        folders, _ = super().find_classes(directory)
-        folders = [name for name in folders if name[0] != "."]
-        classes = list(self.known_classes or folders)
-        return classes, folder_labels(directory, folders, classes)
+        self.targets = [self.class_to_idx[all_folders[label]] for label in self.targets]
+        paths = [path for path, _ in self.samples]
+        self.samples = list(zip(paths, self.targets))
 
 
 def folder_labels(directory: str, folders: Sequence[str], classes: list[str]) -> dict[str, int]:
@@ -557,8 +553,9 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     """How often a token of an image is nearest to its own place in the moved image, among the
     tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
 
-    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. Unless
-        it begins with a colour jitter, the mean colour of a patch finds almost every turned token.
+    f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
+        should begin with a colour jitter, without which the mean colour of a patch is enough to
+        find almost every turned token.
     images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
         fewer images.
     element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
@@ -613,6 +610,12 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
     if block == encoder.depth:
         h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
     return h
+
+
+def map_of_recoloured(encoder: ser.ViT, block: int, generator: torch.Generator,
+                      images: Tensor) -> Tensor:
+    """The token map of images in [0, 1], in other colours at each call."""
+    return map_after(encoder, block, recolour_and_normalise(images, generator))
 
 
 # ==== 8. Results: rows that say what made them ========================================

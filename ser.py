@@ -4,7 +4,7 @@ SER keeps the loss of a self-supervised method, which acts on the final embeddin
 second one at an intermediate layer, where the patch tokens still form a map of the image:
 
     f = f2 . f1    f1, the network up to block 3, makes a map of patch tokens; [CLS] enters with f2
-    b1, b2         the two parts of a batch, of which b2 has a share r = .01. Views of b1 are
+    b1, b2         a batch has two parts, and b2 is a share r = .01 of it. Views of b1 are
                    made by crops, flips and photometric jitter (T), views of b2 by the
                    transforms of a group G and the same jitter (T_eq)
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
@@ -46,7 +46,7 @@ Paths such as paper/methods are folders beside this file, with other methods and
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
-    R        ranks, the processes of torchrun, on GPUs one for each
+    R        ranks, the processes of torchrun, one for each GPU
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
     grid     the size (H, W) of a map; one number is that of a square
@@ -83,14 +83,14 @@ from tqdm import tqdm
 
 
 # ==== 1. Group: one operator moves pixels and tokens (paper 3.1) ======================
-# Sections 1 and 4 can be copied. They need math, torch, nn, F, dist and NamedTuple.
+# Sections 1 and 4 can be copied into other code. They need math, torch, nn, F, dist, NamedTuple.
 Tensor = torch.Tensor                      # here, so that it is copied with the section
 ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the group G
 
 
 class Geometry(NamedTuple):
-    """The transforms g of a view: a flip, then quarter turns, then a scaling. The scaling is
-    kept as the size of the maps that it leads to, so it needs no inverse."""
+    """The transform g of a view: a flip, then quarter turns, then a scaling. The scaling is kept
+    as the size after it, not as factors. So none is inverted: `relative` takes that of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
     grid: tuple[int, int]    # of all maps after the scaling
@@ -135,8 +135,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Others, such as maps in half precision where
-    # this is copied, are resized in float32, on GPUs as well, so that devices agree.
+    # On CPUs, only these types can be antialiased. Here, maps are float32, also under autocast.
+    # Those of other code are resized in float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -157,16 +157,16 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Each image has its own g, so every step is computed for all, and `where` takes it
-    # for those that make it: a flip, a half turn for two or three turns, a quarter turn for
-    # one or three. All are resized.
+    # Each image has its own g. So every step is computed for all images, and `where` keeps it
+    # where g has it: a flip, a half turn (two or three turns), a quarter turn (one or three).
+    # All are resized.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
     # one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # for the last bit alone: results in paper/ were made so
+    turned = turned.contiguous()     # changes rounding alone, as in the results of paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -364,7 +364,7 @@ class ViewDataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.sample_views(self.load(index), item)
 
-    # Apart, as equimod.py and stl.py in paper/methods make more of an image.
+    # Methods of their own, as equimod.py and stl.py in paper/methods make other views, too.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -394,7 +394,7 @@ class View(NamedTuple):
     b2: Tensor | None              # (B2, 3, h, w), normalised; None if --ratio is 0
     geometry: Geometry | None      # of b2
 
-    # How it was made, which baselines in paper/methods read.
+    # How the view was made. Baselines in paper/methods read it.
     augmentation: Augmentation          # of b1, then b2; each field is a tensor (B,)
     order: Tensor = torch.arange(4)     # of its colour operations
 
@@ -495,8 +495,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch have one size. They reach to three times the largest sigma of
-    # a square view. Views of b2 have other sides, so theirs reach a little more or less far.
+    # Choice: all kernels of a batch reach equally far, to three times the largest sigma of a view
+    # of this size. In b2 that is not exact, as sigmas are of the size before the scaling.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -749,7 +749,7 @@ def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
 
 
 class MoCoV3(nn.Module):
-    """MoCo-v3 (Chen et al. 2021). Its defaults are for a ViT-S. L_equiv has another projector."""
+    """MoCo-v3 (Chen et al. 2021). Its defaults are for a ViT-S."""
     def __init__(self, encoder: ViT, out_dim: int = 256, hidden: int = 4096,
                  temperature: float = 0.2, momentum: float = 0.99):
         super().__init__()
@@ -893,7 +893,7 @@ def arguments() -> ArgumentParser:
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; of 256 images take .0625, which is 16; 0: no b2")
+        "r, share of b2 in a batch; 0: no b2. If a batch has 256 images, take .0625, so 16")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau, of L_equiv (paper, with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
