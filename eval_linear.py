@@ -14,8 +14,8 @@ these flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
---equivariance can be added to --cache, --mlp and --knn. Alone, it leaves out heads and
-20-NN, so linear heads on random crops need a line of their own.
+So heads are trained if --cache or --mlp asks for them, or if neither --knn nor
+--equivariance is given. The last flag can be added to the four lines above it.
 Without --data, all take seconds, and images are not cropped. Equivariance of turns, after
 f1, is then always measured. Where equivariance is measured, the untrained encoder is
 evaluated, too, in twice the time.
