@@ -287,20 +287,20 @@ class ClassFolder(ImageFolder):
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
 
+        self.known_classes = classes     # for `find_classes`, which the next line calls
         super().__init__(
             root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
-        all_folders = self.classes     # ImageFolder's labels count these, also hidden ones
-        folders = [folder for folder in all_folders if folder[0] != "."]
-        self.classes = list(classes or folders)
-        self.class_to_idx = folder_labels(root, folders, self.classes)
-
-        filled = {all_folders[label] for label in self.targets}
-        empty = [folder for folder in folders if folder not in filled]
+        labels = set(self.targets)
+        empty = [folder for folder, label in self.class_to_idx.items() if label not in labels]
         if empty:
             sys.exit(f"{root}: no image below {', '.join(empty)}")
-        self.targets = [self.class_to_idx[all_folders[label]] for label in self.targets]
-        paths = [path for path, _ in self.samples]
-        self.samples = list(zip(paths, self.targets))
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """ImageFolder's hook: the classes, and the label of each folder."""
+        folders, _ = super().find_classes(directory)
+        folders = [name for name in folders if name[0] != "."]
+        classes = list(self.known_classes or folders)
+        return classes, folder_labels(directory, folders, classes)
 
 
 def folder_labels(directory: str, folders: Sequence[str], classes: list[str]) -> dict[str, int]:
@@ -341,6 +341,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
+        # The training images are called train, and their random crops crops.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)

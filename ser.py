@@ -46,7 +46,7 @@ Paths such as paper/methods are folders beside this file, with other methods and
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
-    R        ranks, the processes of torchrun, one for each GPU
+    R        ranks, the processes of torchrun, on GPUs one for each
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
     grid     the size (H, W) of a map; one number is that of a square
@@ -221,8 +221,8 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# The global generators have another seed for each image, by ViewDataset, and for each step, by
-# `train`, so images and methods share no random numbers.
+# PyTorch's global generator has another seed for each image, by ViewDataset, and for each step,
+# by `train`, so images and methods share no random numbers. Python's has one for each image.
 
 
 def seed_of(*names: Any) -> int:
@@ -375,8 +375,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from PyTorch's. torch.manual_seed would be slow, as it seeds
-        # the generators of all devices.
+        # RandomResizedCrop samples from PyTorch's generator. torch.manual_seed would be slow, as
+        # it seeds those of all devices.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
 
@@ -887,8 +887,8 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations of layers move
-    # either. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations move both, or
+    # [CLS] alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share, or a token of b2 has few others to be told from.

@@ -75,8 +75,9 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
             fitting[str(path)] = state
 
     if len(fitting) != 1:
-        sys.exit(f"{args.head or 'its folder'} has {len(fitting)} heads for {args.checkpoint}, "
-                 f"{sorted(fitting)}: train one by eval_linear.py, or name one by --head")
+        place = args.head or f"the folder of {args.checkpoint}"
+        sys.exit(f"{place} has {len(fitting)} heads of this encoder, {sorted(fitting)}: train one "
+                 "by eval_linear.py, or name it by --head")
 
     path, state = fitting.popitem()
     classes, width = state["weight"].shape
