@@ -687,7 +687,7 @@ def plain_steps(model, views, layers):
     dict(ratio=0.0, cls_layer=0),
     dict(ratio=0.375, equiv_layers=[2, 1, 2], temperature=0.4, weight=3.0)])
 def plain_run(request, folder, tmp_path_factory):
-    """A run over the end of an epoch, and the same written plainly. A repeated layer counts once."""
+    """A run over the end of an epoch, and the same plainly. A repeated layer counts once."""
     out = tmp_path_factory.mktemp("run")
     args = toy(folder, out, **request.param, epochs=1.4, base_lr=1.0)
     start = shake(ser.build(args))

@@ -9,7 +9,7 @@ import eval_linear
 import ser
 from paper.evaluations import load_several
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, having, parsed, readme_table, run
+from paper.tests.toys import FLAGS, having, parsed, readme_table, run_main
 from paper.tests.toys import run_scripts_here, table_of, train_and_val
 from test_ser import parametrize, paste, sentence, write_image
 
@@ -22,7 +22,7 @@ def rows_of(name):
 
 def test_the_runs_differ_in_nothing_else_and_have_the_flags_of_the_rows(capsys):
     line = "--data D --seeds 1 --print --workers 3"
-    run(imagenette, line, "--bf16")
+    run_main(imagenette, line, "--bf16")
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     measured = {row["run"]: row["own"] for row in rows_of("imagenette-10")}
     flags = " ".join(imagenette.FLAGS.split()).replace("--epochs 10", "--epochs 20")     # as then
@@ -58,7 +58,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     train_and_val(tmp_path / "D", 3, 2)
     out = tmp_path / "runs"
     line = f"--out {out} --names SER --bf16 --workers 0"
-    run(imagenette, f"--data {tmp_path}/D --seeds 4", line)
+    run_main(imagenette, f"--data {tmp_path}/D --seeds 4", line)
     path = out / "SER-4/rows.json"
     rows = json.loads(path.read_text())
     linear, = having(rows, run="SER", measure="linear top-1 %")
@@ -68,21 +68,21 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
 
     # Two rows of one run and seed are refused, and so are those of other runs, or older ones.
     both = f"{line} --seeds 4 5 --show {path}"
-    assert "one run and seed" in sentence(run, imagenette, both, path)
+    assert "one run and seed" in sentence(run_main, imagenette, both, path)
     changed = {f"{name}: ": {name: None} for name in ("flags", "images", "ranks", "bf16", "heads")}
     changed["weight 0.3"] = {"own": "ser.py --weight 0.3"}
     others = out / "others.json"
     for told, changes in changed.items():
         others.write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
-        assert told in sentence(run, imagenette, both, others)
+        assert told in sentence(run_main, imagenette, both, others)
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
-        run(imagenette, line, "--seeds 4", flags, "--show", path)
+        run_main(imagenette, line, "--seeds 4", flags, "--show", path)
         assert f"\n|  |{titles}\n" in capsys.readouterr().out
 
 
 def tables(name, capsys, flags=""):
-    run(imagenette, f"--show {FOLDER}/{name}.json", flags)
+    run_main(imagenette, f"--show {FOLDER}/{name}.json", flags)
     _, *texts = capsys.readouterr().out.split("the difference to")
     return [table_of(text) for text in texts]
 

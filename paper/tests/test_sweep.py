@@ -10,13 +10,13 @@ import pytest
 import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
-from paper.tests.toys import FLAGS, having, parsed, run, run_scripts_here, train_and_val
+from paper.tests.toys import FLAGS, having, parsed, run_main, run_scripts_here, train_and_val
 from test_ser import parametrize, sentence
 
 
 @parametrize("name", sweep.LISTS)
 def test_a_list_has_different_runs_of_the_papers_size(name, capsys):
-    run(sweep, f"--list {name} --data D --seeds 3 --print --launcher python")
+    run_main(sweep, f"--list {name} --data D --seeds 3 --print --launcher python")
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     trained = {}
     for training in lines[::2]:
@@ -48,10 +48,10 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     train_and_val(tmp_path, 3, 1)
     line = f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --base-lr 0.1"
     argv = [line, f"--launcher '{sys.executable} -u'", *FLAGS]
-    run(sweep, *argv)
+    run_main(sweep, *argv)
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
-    assert "  69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
+    assert " 69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
     assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
@@ -67,20 +67,20 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     theirs[:0] = [row | {column: "others", "value": 0} for column in ("weights", "images")]
     theirs.append(row | {"settings": row["settings"] | {"val": "elsewhere"}, "value": 0})
     evaluation.write_text(json.dumps(results))
-    run(sweep, *argv)
+    run_main(sweep, *argv)
     assert "eval_linear.py" not in capsys.readouterr().out     # what is done is not repeated
     assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
 
     # Nor does an evaluation of the run before it had ended, which names its start as well.
     results["rows"] = having(theirs, encoder="untrained")
     evaluation.write_text(json.dumps(results))
-    run(sweep, *argv)
+    run_main(sweep, *argv)
     assert capsys.readouterr().out.count("eval_linear.py") == 1
     monkeypatch.setattr(sweep, "own_rows", lambda *_: [])     # as if the images changed
-    assert "changed" in sentence(run, sweep, *argv)
+    assert "changed" in sentence(run_main, sweep, *argv)
 
     monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
-    assert "base_lr 0.1 (now 0.2)" in sentence(run, sweep, *argv, "--base-lr 0.2")
+    assert "base_lr 0.1 (now 0.2)" in sentence(run_main, sweep, *argv, "--base-lr 0.2")
     assert not (out / "new-4").exists()     # runs that are there refuse before another is trained
 
 

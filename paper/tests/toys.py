@@ -16,7 +16,7 @@ from test_ser import pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
 FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
-         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()     # of a moment
+         "--batch-size 8 --warmup-epochs 0 --cls-layer 1 --equiv-layers 1").split()     # quick
 
 
 def toy_checkpoint(folder, **settings):
@@ -33,7 +33,7 @@ def parsed(module, *words):
     return module.settings(split(*words))
 
 
-def run(experiment, *words):
+def run_main(experiment, *words):
     experiment.main(parsed(experiment, *words))
 
 
