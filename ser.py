@@ -90,7 +90,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 class Geometry(NamedTuple):
     """The transform g of a view: a flip, then quarter turns, then a scaling. The scaling is kept
-    as the size after it, not as factors. So none is inverted: `relative` takes that of view 2."""
+    as the size that it leads to. So that of view 1 is never undone: a map of any size is resized
+    to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
     grid: tuple[int, int]    # of all maps after the scaling
@@ -135,8 +136,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Here, maps are float32, also under autocast.
-    # Those of other code are resized in float32, on GPUs as well, so that devices agree.
+    # On CPUs, only these types can be antialiased. Others, such as bfloat16, are resized in
+    # float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -166,7 +167,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
     # one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # changes rounding alone, as in the results of paper/
+    turned = turned.contiguous()     # not needed, but keeps the rounding of results in paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -304,7 +305,7 @@ class Policy(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for an image, as numbers. The defaults do nothing. The loader's collate
+    """What was sampled for an image, as numbers. The defaults do nothing. PyTorch's collate
     function makes one Augmentation of a batch, whose fields are tensors (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
     top: float = 0.0           # shares of the image
@@ -495,8 +496,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch reach equally far, to three times the largest sigma of a view
-    # of this size. In b2 that is not exact, as sigmas are of the size before the scaling.
+    # Choice: all kernels of a batch reach equally far, to about three times the largest sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -690,9 +690,10 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positives = (z * z_prime).sum(-1) / temperature                 # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)   # (B, N, R B, 2N)
 
-        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4
-        # can be read otherwise. Image i of this rank is number rank * B + i of the keys.
+        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4 can be
+        # read as if other tokens of image i were negatives, too.
         _, rank = ranks_and_rank()
+        # Image i of this rank is number rank * B + i of the keys.
         anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)    # (B,)
         key_image = torch.arange(len(keys), device=z.device)                    # (R B,)
         same_image = anchor_image[:, None] == key_image                         # (B, R B)
@@ -723,8 +724,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
-    # Choice, unlike Eq. 3: BatchNorm has statistics of b1 and b2 together, as in the
-    # release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # Choice: BatchNorm has statistics of b1 and b2 together, as in the release. On several GPUs,
+    # `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     *inner, out = widths
     layers = []
     for fan_in, fan_out in pairwise(inner):
@@ -808,9 +809,9 @@ class SER(nn.Module):
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
         # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
-        # all images, each of which is a key for all, as in the release. As a sum of two means,
-        # it would be about twice as large, and an image of b2, of which there are 24 on 8 ranks,
-        # would weigh 84 times as much as one of the 2,024 of b1.
+        # all images, each of which is a key for all, as in the release. On 8 ranks, b1 has 2,024
+        # images and b2 has 24. In a loss of their own, these would have 24 keys, and each would
+        # weigh 84 times as much as an image of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -1287,7 +1288,7 @@ def save_views(path: Path, views: Sequence[View], cell: int) -> None:
 
 
 def log_and_check(log: TextIO, bar: tqdm, step: int, losses: dict, lr: float) -> None:
-    """Show and log means over ranks. All call this. Exits if `loss` is not finite."""
+    """Show and log means over ranks. All ranks call this. Exits if `loss` is not finite."""
     ranks, _ = ranks_and_rank()
     values = torch.stack(list(losses.values())).detach()
     if ranks > 1:
