@@ -28,7 +28,7 @@ this one, whose settings are cut short here:
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. `block` is the block whose features are read. Heads
-also read those before it, up to three, that have [CLS]. The file eval.jsonl has a line for each
+also read up to three blocks before it, if they have [CLS]. The file eval.jsonl has a line for each
 epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
 evaluations from writing at once. A stopped evaluation begins anew.
 """
@@ -269,8 +269,8 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 # ==== 3. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic, while the random crops of `load_sets` are bilinear. Both are those of the
-    # release and of DINO's eval_linear.
+    # Choice: bicubic, while the random crops of `load_sets` are bilinear, as in the release and in
+    # DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -463,7 +463,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
         if args.cache or sets.train_random is None:
             x_train, y_train = centre
         else:
-            # On ImageNet, features of a ViT-S are 8 GB, so those of the epoch before are freed.
+            # On ImageNet, features of a ViT-S are 8 GB, so the last epoch's are freed first.
             x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
@@ -621,8 +621,8 @@ def map_of_recoloured(encoder: ser.ViT, block: int, generator: torch.Generator,
 
 # ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of modules apart. That of an encoder ends in its
-    attention heads and the block where [CLS] enters, such as "-2-3", which no weight tells."""
+    """A short text that tells the weights of modules apart. For an encoder, it ends in its number
+    of attention heads and the block where [CLS] enters, such as "-2-3", which no weight tells."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())

@@ -19,7 +19,7 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU (see --ratio)
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what does them:
+Sections 1 to 6 are the method. This table has the lines of Algorithm 1, and what does them:
     split the batch into b1 and b2            batch_items, of section 2
     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
     the embeddings, and f1's maps of b2       encode_view, of section 3
@@ -29,7 +29,7 @@ Sections 1 to 6 are the method. These are the lines of Algorithm 1, and what doe
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
 Numbers such as (3.1) are sections of the paper. Its 4.1 names AdamW, the batch, the epochs, the
-warmup, the cosine and the range of the scaling, and keeps the other settings of MoCo-v3. These
+warmup, the cosine and the range of the scaling, and keeps MoCo-v3's other settings. The kept ones
 are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
 says otherwise.
 
@@ -49,7 +49,7 @@ Axes:
     R        ranks, the processes of torchrun, on GPUs one for each
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
-    grid     the size (H, W) of a map; one number is that of a square
+    grid     the size (H, W) of a map, or the side of a square map
     D K      width of the encoder, width of a projection
 """
 import copy
@@ -90,8 +90,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 class Geometry(NamedTuple):
     """The transform g of a view: a flip, then quarter turns, then a scaling. The scaling is kept
-    as the size that it leads to. So that of view 1 is never undone: a map of any size is resized
-    to the size of view 2."""
+    as the size that it leads to. So the scaling of view 1 is never undone: a map of any size is
+    resized to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
     grid: tuple[int, int]    # of all maps after the scaling
@@ -101,7 +101,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
                     generator: torch.Generator | None = None) -> Geometry:
     """Sample flips and turns for `batch` images, and one scaling for all. All kinds are always
     sampled, so a seed gives the same turns with any `elements`.
-    grid: of a square map before the scaling. That of the Geometry is after it."""
+    grid: the side of a square map before the scaling; Geometry.grid is the size after it."""
     if not set(elements) <= set(ELEMENTS):
         raise ValueError(f"elements {elements} are not among {ELEMENTS}")
 
@@ -117,7 +117,7 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
 
     # Paper: sides are whole numbers of tokens (3.2).
     # Choice, unlike 4.1: areas leave [0.7, 1.3] a little, as sides are rounded, as in the release.
-    # Those of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -136,7 +136,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Others, such as bfloat16, are resized in
+    # On CPUs, only these types can be antialiased. Other types, such as bfloat16, are resized in
     # float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
@@ -222,8 +222,8 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# PyTorch's global generator has another seed for each image, by ViewDataset, and for each step,
-# by `train`, so images and methods share no random numbers. Python's has one for each image.
+# ViewDataset seeds the global generators of Python and of PyTorch anew for each image. `train`
+# seeds PyTorch's anew for each step, so images and methods share no random numbers.
 
 
 def seed_of(*names: Any) -> int:
@@ -551,8 +551,8 @@ class Encoded(NamedTuple):
 
 
 class ViT(nn.Module):
-    """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the others
-    are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
+    """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the other
+    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
     setting, L_equiv acts where f1 ends."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
@@ -672,7 +672,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     where s is the cosine over the temperature.
 
     z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2).
-    Paper: 3.3, z alone are anchors. Those of this rank are compared with z and z' of all
+    Paper: 3.3, z alone are anchors. The anchors of this rank are compared with z and z' of all
     ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
     Raises ValueError if the shapes differ, or there is but one image in all."""
     if z.shape != z_prime.shape:
@@ -835,7 +835,7 @@ class SER(nn.Module):
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. argparse prints the names of these functions in its errors.
 def nonnegative(text: str) -> float:
-    """A number from 0 on. These four functions raise ValueError for others, such as nan."""
+    """A number from 0 on. For other texts, such as nan, these four functions raise ValueError."""
     if not 0 <= float(text) < math.inf:
         raise ValueError
     return float(text)
@@ -1258,7 +1258,7 @@ def print_plan(settings: Namespace, start: int) -> None:
 
     line = f"a batch has {settings.batch_size} images, {settings.b2} of them moved (b2)"
     if settings.equiv_layers:
-        # At chance, all logits are equal. The number of tokens is that of unscaled views.
+        # At chance, all logits are equal. The tokens are counted in unscaled views.
         tokens = (settings.image_size // settings.patch_size) ** 2
         chance = math.log(1 + 2 * tokens * (settings.b2 - 1))
         line += f"; L_equiv is {chance:.1f} at chance"
