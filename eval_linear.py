@@ -14,11 +14,11 @@ these flags ask for other things:
     --knn              none      -                  yes     no                   minutes
     --equivariance     none      -                  no      after every block    minutes
 
-So heads are trained if --cache or --mlp asks for them, or if neither --knn nor
---equivariance is given. The last flag can be added to the four lines above it.
-Without --data, all take seconds, and images are not cropped. Equivariance of turns, after
-f1, is then always measured. Where equivariance is measured, the untrained encoder is
-evaluated, too, in twice the time.
+So heads are trained if --cache or --mlp is given, or if neither --knn nor --equivariance
+is. --equivariance can be added to the flags of the four lines above it. Without --data,
+every line takes seconds, and images are not cropped. Equivariance of turns, after f1, is
+then always measured. If equivariance is measured, the untrained encoder is evaluated, too,
+which doubles the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
@@ -143,8 +143,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder with which the pre-training began; for weights that
-    paper/experiments/convert.py wrote, a random one."""
+    """The encoder at the start of the pre-training. For weights that
+    paper/experiments/convert.py wrote, it is a random encoder."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -183,7 +183,7 @@ def evaluate(args: Namespace) -> list[dict]:
         rows += own_rows
         if rank == 0:
             if saved_head and name == "trained":
-                # Its file's name has a checksum of what made it, so it replaces no other head.
+                # The file name has a checksum of `origin`, so no other head is overwritten.
                 origin = provenance(args, checkpoint, sets_text)
                 checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
                 ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **origin)
@@ -210,8 +210,8 @@ def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[lis
                 "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(sets.classes), "lr": lr}
 
-    # Choice: scores are among all classes, and also among those of the set if it has fewer, as
-    # the 200 of ImageNet-R, whose authors score it so.
+    # Choice: scores are among all classes. A set with fewer classes is also scored among
+    # its own classes, as the authors of ImageNet-R do with its 200 classes.
     rows = []
     for name, test in tests.items():
         all_classes = torch.arange(len(sets.classes), device=test.y.device)
@@ -227,7 +227,7 @@ def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[lis
 
 def scores(head: nn.Sequential | None, train: Features, test: Features, candidates: Tensor,
            dim: int) -> dict[str, float]:
-    """Percent that a head, if there is one, and 20-NN get right among `candidates`."""
+    """Accuracy in percent of a head, if there is one, and of 20-NN, among `candidates`."""
     x, y = test
     values = {}
     if head is not None:
@@ -235,7 +235,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
         top1, top5 = accuracy(head(x), y, candidates)
         values = {f"{kind} top-1 %": top1, f"{kind} top-5 %": top5}
 
-    # Choice: 20-NN reads the last block alone, and has neighbours of `candidates` alone.
+    # Choice: 20-NN reads only the last block. Its neighbours are only of classes `candidates`.
     last = slice(-dim, None)
     chosen = torch.isin(train.y, candidates)
     values["20-NN top-1 %"] = knn(train.x[chosen, last], train.y[chosen], x[:, last], y)
@@ -269,15 +269,15 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 # ==== 3. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic, while the random crops of `load_sets` are bilinear, as in the release and in
-    # DINO's eval_linear.
+    # Choice: bicubic, while the random crops of `load_sets` are bilinear, as in the
+    # release and in DINO's eval_linear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
 
 class ClassFolder(ImageFolder):
-    """The images root/CLASS/..., but no hidden ones. Labels count `classes` or, without these,
-    the sorted folders."""
+    """The images root/CLASS/..., but no hidden images. A label is a position in `classes` or,
+    without `classes`, among the sorted folders."""
     def __init__(self, root: str | Path, transform: Callable | None = None,
                  classes: Sequence[str] = ()):
         root = str(Path(root))     # without a slash at its end
@@ -304,8 +304,8 @@ class ClassFolder(ImageFolder):
 
 
 def folder_labels(directory: str, folders: Sequence[str], classes: list[str]) -> dict[str, int]:
-    """The label of each folder: the place of its name among the classes or, as in ImageNet-V2,
-    whose folders are called 0, 1, ..., its name itself."""
+    """The label of each folder is the position of its name among the classes. If folders are
+    called 0, 1, ..., as in ImageNet-V2, the label is the name itself."""
     names = classes
     if "0" in folders and set(folders).isdisjoint(classes):
         names = [str(label) for label in range(len(classes))]
@@ -423,8 +423,8 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     """A linear head or a three-layer MLP: features (B, width) -> logits (B, classes)."""
     layers = []
     if mlp:
-        # Choice: the paper names no widths. These are of Garrido et al. 2023, whom 4.2
-        # follows. Choice, unlike them, who train by Adam: SGD, as for linear heads.
+        # Choice: the paper names no widths. These widths are from Garrido et al. 2023, whom
+        # 4.2 follows. Choice, unlike Garrido et al., who use Adam: SGD, as for linear heads.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
 
@@ -497,7 +497,7 @@ def accuracy(logits: Tensor, labels: Tensor, candidates: Tensor) -> tuple[float,
     best = logits[:, candidates].topk(min(5, len(candidates))).indices
     guesses = candidates[best]     # (n, 5), or (n, classes) if they are fewer
 
-    # A head that diverged is wrong. `topk` takes nan for the largest, so it would guess one class.
+    # A head that diverged is wrong. `topk` ranks nan highest, and would guess one class.
     finite = logits.isfinite().all(1, keepdim=True)
     right = ((guesses == labels[:, None]) & finite).float()
 
@@ -528,7 +528,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 # ==== 7. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
 # `cosine` is A.2's score, and `retrieval` a measure of our own.
-PART_SIZE = 32     # images at a time, among whose tokens `retrieval` looks for each
+PART_SIZE = 32     # images at a time; `retrieval` searches among the tokens of all
 
 
 @torch.no_grad()
@@ -551,24 +551,24 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """How often a token of an image is nearest to its own place in the moved image, among the
-    tokens of 32 moved images. It is a share, about 1 / (32 H W) by chance.
+    """The share of tokens of rho_g(f1(x)) whose nearest token, among all of f1(rho_g(x)) of
+    32 images, is at the same place of the same image. Chance is about 1 / (32 H W).
 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
         should begin with a colour jitter, without which the mean colour of a patch is enough to
         find almost every turned token.
     images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
         fewer images.
-    element: what moves them, "rot90", "hflip" or "scale". All 32 images scale alike. Some
-        scalings of a map of few tokens change no size, so that values are too high."""
+    element: what moves images, "rot90", "hflip" or "scale". All 32 images get one scaling.
+        If a map has few tokens, some scalings keep its size: the share is too high."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry` lets
-        # some stay as they are, in which all tokens would be found.
+        # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry`
+        # leaves some images unmoved. In an unmoved image, all tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -605,8 +605,8 @@ def recolour_and_normalise(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
-    """The token map after a block. Choice: that of the last block, A.2's "final representation",
-    is after the final LayerNorm, which training does not apply to maps."""
+    """The token map after a block. Choice: the map of the last block, A.2's "final
+    representation", passes the final LayerNorm. Training does not apply it to maps."""
     h = encoder(x, [block]).maps[block]
     if block == encoder.depth:
         h = encoder.norm(h.movedim(1, -1)).movedim(-1, 1)
@@ -621,8 +621,8 @@ def map_of_recoloured(encoder: ser.ViT, block: int, generator: torch.Generator,
 
 # ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
-    """A short text that tells the weights of modules apart. For an encoder, it ends in its number
-    of attention heads and the block where [CLS] enters, such as "-2-3", which no weight tells."""
+    """A short text that tells the weights of modules apart. For an encoder, it ends in two
+    numbers that no weight shows, such as "-2-3": attention heads, blocks before [CLS]."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -678,8 +678,8 @@ def read_results(path: Path) -> dict:
 
 def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Checkpoint,
              sets_text: str) -> None:
-    """Add rows to the file of results, each with what made it. A row replaces an older one
-    that differs from it in value alone."""
+    """Add rows to the file of results, each with what made it. A new row replaces an older
+    row that differs only in the value."""
     with open(path.with_suffix(".lock"), "w") as lock:
         with suppress(OSError):     # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)     # other evaluations, which write here too, wait
@@ -699,8 +699,8 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
 
 def table_format(measure: str) -> tuple[str, int, int]:
-    """How tables show a measure: its title, what values are multiplied by, and digits. The
-    file has accuracies in percent, and a retrieval as a share, which tables show in percent."""
+    """How tables show a measure: its title, a factor for the values, and digits. In the
+    file, accuracies are percentages, retrievals are shares. Tables show percent."""
     if "retrieval" in measure:
         return f"{measure} %", 100, 1
     digits = 3 if "cosine" in measure else 1

@@ -10,8 +10,8 @@ second one at an intermediate layer, where the patch tokens still form a map of 
     L_inv          the loss of the base method, here MoCo-v3, on the final [CLS] of all images.
                    Unlike in Eq. 3, it is one mean over b1 and b2
     L_equiv        patch-wise NT-Xent on b2 with temperature tau = .3. The map rho_g(f1(x1)) is
-                   to match f1(x2), each then projected, where x1 = rho_g1(x), x2 = rho_g2(x)
-                   and g = g2 g1^-1
+                   to match f1(x2), after both maps are projected. Here x1 = rho_g1(x),
+                   x2 = rho_g2(x) and g = g2 g1^-1
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
@@ -28,10 +28,10 @@ Sections 1 to 6 are the method. This table has the lines of Algorithm 1, and wha
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Its 4.1 names AdamW, the batch, the epochs, the
-warmup, the cosine and the range of the scaling, and keeps MoCo-v3's other settings. The kept ones
-are taken from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment
-says otherwise.
+Numbers such as (3.1) are sections of the paper. Section 4.1 names AdamW, the batch, the
+epochs, the warmup, the cosine and the range of the scaling. It keeps MoCo-v3's other settings.
+We take these settings from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except
+where a comment says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
@@ -116,8 +116,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
     # Paper: sides are whole numbers of tokens (3.2).
-    # Choice, unlike 4.1: areas leave [0.7, 1.3] a little, as sides are rounded, as in the release.
-    # Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Choice, unlike 4.1: areas leave [0.7, 1.3] a little, as sides are rounded, as in the
+    # release. Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -136,8 +136,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Other types, such as bfloat16, are resized in
-    # float32, on GPUs as well, so that devices agree.
+    # On CPUs, only these types can be antialiased. Other types, such as bfloat16, are
+    # resized in float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -158,14 +158,14 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Each image has its own g. So every step is computed for all images, and `where` keeps it
-    # where g has it: a flip, a half turn (two or three turns), a quarter turn (one or three).
-    # All are resized.
+    # Each image has its own g. So every step is computed for all images, and `where` keeps the
+    # result for images whose g has the step. The steps are a flip, a half turn (two or three
+    # turns) and a quarter turn (one or three turns). All images are resized.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
-    # The quarter turn exchanges rows and columns, so a map and its turn are both resized before
-    # one of them is taken.
+    # The quarter turn exchanges rows and columns, so a map and its turn are both resized
+    # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
     turned = turned.contiguous()     # not needed, but keeps the rounding of results in paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
@@ -176,15 +176,15 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
     """The transform that takes view 1 and its maps to view 2 (3.1): the flips and turns of
     g = g2 g1^-1, and the size of view 2."""
-    # A view makes m = 0 or 1 flips M, then t quarter turns Q, which is Q^t M^m. Two flips are
-    # none, M M = 1, and M Q = Q^-1 M. So without their scalings,
+    # A view applies m = 0 or 1 flips M, then t quarter turns Q. Their product is Q^t M^m.
+    # Two flips cancel: M M = 1. Also, M Q = Q^-1 M. So without the scalings of g1 and g2,
     #     g2 g1^-1 = Q^t2 M^m2 (Q^t1 M^m1)^-1
     #              = Q^t2 M^m2 M^m1 Q^-t1
     #              = Q^t2 M^m Q^-t1          where m is 1 if one view alone is flipped
     #              = Q^(t2 - sign t1) M^m    where sign is -1 if m is 1, else 1
-    # Choice: the scaling of g is one resize, after the turns. If view 1 has scaled 14 x 14 tokens
-    # to 12 x 15, and view 2 to 16 x 13, a map that makes a quarter turn is turned from 12 x 15 to
-    # 15 x 12, then resized to 16 x 13. To resize it to 14 x 14 in between would blur it twice.
+    # Choice: the scaling of g is one resize, after the turns. Suppose view 1 scales 14 x 14
+    # tokens to 12 x 15, and view 2 to 16 x 13. A quarter turn makes view 1's map 15 x 12. Then
+    # it is resized once, to 16 x 13. A resize to 14 x 14 in between would blur the map twice.
     flip = g1.flip ^ g2.flip
     sign = torch.where(flip, -1, 1)
     turns = (g2.turns - sign * g1.turns) % 4
@@ -201,7 +201,7 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
                          elements: tuple = ELEMENTS) -> Geometry:
     """Sample the transforms of this rank's `batch` images. `shared` has one seed on all ranks,
-    so they have one scaling, and `gather` (section 4) gets equally many tokens from each.
+    so all have one scaling, and `gather` (section 4) gets equally many tokens from each rank.
     Each rank samples the flips and turns of all ranks, and keeps its own."""
     ranks, rank = ranks_and_rank()
     g = sample_geometry(ranks * batch, grid, elements, shared)
@@ -212,8 +212,8 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
 #
-# What is random comes from seeds, so that a run can be repeated, on a CPU bit for bit if ranks,
-# threads and PyTorch are the same:
+# All random numbers come from the seeds below, so a run can be repeated, on a CPU bit for
+# bit if the ranks, the threads and the PyTorch version are the same.
 #
 #     the first weights                 --seed
 #     the order of the images           --seed and epoch
@@ -238,9 +238,9 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds
-    # its own share, so that all have equally many, which `gather` needs. So r = .01 of
-    # 2048 is 24 images on 8 ranks, a share of .0117, and 20 on one. Halves are rounded up.
+    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its own
+    # number of images, as `gather` needs equally many from all ranks. For r = .01 of 2048, b2
+    # has 24 images on 8 ranks, a share of .0117, and 20 on one rank. Halves are rounded up.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -252,9 +252,9 @@ class Item(NamedTuple):
 
 
 def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterator[list[Item]]:
-    """The batch sampler of PyTorch's DataLoader. Yield this rank's batches of all steps from
-    `start` to before `end`, each a list of items, those of b1 first. The last, incomplete batch
-    of an epoch is dropped."""
+    """The batch sampler of PyTorch's DataLoader. For each step from `start` to end - 1, yield
+    this rank's batch as a list of items. The items of b1 come first. The last, incomplete
+    batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
     b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
     steps_per_epoch = n_images // args.batch_size
@@ -283,8 +283,8 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR       the same                    jitter_and_normalise
 #     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view`, in the loader, samples how strong it
-# is. It is applied on the device, where it is much faster.
+# The last four are the photometric jitter. `sample_view` samples its strength in the
+# loader. The jitter itself is applied on the device, which is much faster.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -376,8 +376,8 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from PyTorch's generator. torch.manual_seed would be slow, as
-        # it seeds those of all devices.
+        # RandomResizedCrop samples from PyTorch's generator. torch.manual_seed would be
+        # slow, as it seeds the generators of all devices.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
 
@@ -401,10 +401,10 @@ class View(NamedTuple):
 
 
 def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View]:
-    """Move b2 of view 1 by rho_g1 and that of view 2 by rho_g2, and jitter all images.
+    """Move b2 by rho_g1 in view 1 and by rho_g2 in view 2, and jitter all images.
 
-    loaded: for each view the pixels, (B, 3, S, S) uint8 of b1, then b2, on the device, and
-        their Augmentation on the CPU, so that finding what to blur needs no wait for the GPU."""
+    loaded: for each view, pixels (B, 3, S, S) uint8 of b1, then b2, on the device, and their
+        Augmentation on the CPU. So finding what to blur needs no wait for the GPU."""
     ranks, _ = ranks_and_rank()
     n_b2 = b2_per_rank(args, ranks)
     views = []
@@ -445,7 +445,7 @@ def normalise(x: Tensor) -> Tensor:
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
-    `aug` are (B,). It is MoCo-v3's, but for the Choices here."""
+    `aug` are (B,). The jitter is MoCo-v3's, except for the Choices here."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
     # Choice, unlike MoCo-v3, which jitters bytes: floats.
@@ -496,7 +496,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a batch reach equally far, to about three times the largest sigma.
+    # Choice: all kernels have the same radius, about three times the upper limit of sigma.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -584,8 +584,8 @@ class ViT(nn.Module):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
-        """Encode images (B, 3, h, w). `layers` are the blocks, counted from 1, after which the
-        map is kept and, in f2, [CLS]."""
+        """Encode images (B, 3, h, w). `layers` are blocks, counted from 1. The map after each
+        of these blocks is kept. After blocks of f2, [CLS] is kept, too."""
         h, w = images.shape[-2:]
         if h % self.patch_size > 0 or w % self.patch_size > 0:
             raise ValueError(f"{h} x {w} pixels are not made of patches of {self.patch_size}")
@@ -627,9 +627,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice, unlike 3.3, which names the two layers alone: a LayerNorm before them, as in the
-    # release, though with PyTorch's eps of 1e-5, not 1e-6. Choice: both layers have 512
-    # features and no biases, as in the release.
+    # Choice, unlike 3.3, which names only the two layers: a LayerNorm before them, as in
+    # the release. Its eps is PyTorch's 1e-5, not the release's 1e-6. Choice: both layers
+    # have 512 features and no biases, as in the release.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -672,9 +672,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
     where s is the cosine over the temperature.
 
     z and z_prime are projected tokens (B, N, K), of rho_g(f1(x1)) and of f1(x2).
-    Paper: 3.3, z alone are anchors. The anchors of this rank are compared with z and z' of all
-    ranks, so the mean over ranks is the loss of the whole batch. It is computed in fp32.
-    Raises ValueError if the shapes differ, or there is but one image in all."""
+    Paper: 3.3, only tokens of z are anchors. This rank's anchors are compared with z and z' of
+    all ranks, so the mean over ranks is the loss of the whole batch. The loss is computed in
+    fp32. Raises ValueError if the shapes differ, or if all ranks together have one image."""
     if z.shape != z_prime.shape:
         raise ValueError(f"z is of shape {tuple(z.shape)}, z_prime {tuple(z_prime.shape)}")
 
@@ -682,7 +682,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         z = F.normalize(z.float(), dim=-1)
         z_prime = F.normalize(z_prime.float(), dim=-1)
 
-        # Choice: the gradient passes through anchors and keys, as 3.3 stops it nowhere.
+        # Choice: the gradient passes through anchors and keys, as 3.3 has no stop-gradient.
         keys = gather(torch.cat([z, z_prime], dim=1))                   # (R B, 2N, K)
         if len(keys) < 2:
             raise ValueError("b2 needs two or more images over all ranks, as negatives")
@@ -690,8 +690,8 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         positives = (z * z_prime).sum(-1) / temperature                 # (B, N)
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)   # (B, N, R B, 2N)
 
-        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4 can be
-        # read as if other tokens of image i were negatives, too.
+        # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4
+        # can be read as if other tokens of image i were negatives, too.
         _, rank = ranks_and_rank()
         # Image i of this rank is number rank * B + i of the keys.
         anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)    # (B,)
@@ -699,7 +699,7 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         same_image = anchor_image[:, None] == key_image                         # (B, R B)
         logits.masked_fill_(same_image[:, None, :, None], -torch.inf)
 
-        # The mask took the positives as well, so they are added again. For one of them, p,
+        # The mask also removed the positives, so they are added back. For a positive logit p,
         # -log(e^p / (e^p + sum)) = log(e^p + sum) - p.
         negatives = logits.flatten(2).logsumexp(2)                      # (B, N)
         return (torch.logaddexp(positives, negatives) - positives).mean()
@@ -724,8 +724,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
-    # Choice: BatchNorm has statistics of b1 and b2 together, as in the release. On several GPUs,
-    # `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # Choice: BatchNorm has statistics of b1 and b2 together, as in the release. On
+    # several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     *inner, out = widths
     layers = []
     for fan_in, fan_out in pairwise(inner):
@@ -808,10 +808,10 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds the loss of b1 and that of b2: L_inv is one mean over
-        # all images, each of which is a key for all, as in the release. On 8 ranks, b1 has 2,024
-        # images and b2 has 24. In a loss of their own, these would have 24 keys, and each would
-        # weigh 84 times as much as an image of b1.
+        # Choice, unlike Eq. 3, which adds the losses of b1 and b2: L_inv is one mean over
+        # all images, and each image is a key for all images, as in the release. On 8
+        # ranks, b1 has 2,024 images and b2 has 24. In a separate loss, an image of b2
+        # would have 24 keys, and would weigh 84 times as much as an image of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -874,7 +874,7 @@ def arguments() -> ArgumentParser:
 
     # The run, and its images.
     add("--data", str, "", "folder of images, any depth, or with train/; none: synthetic ones")
-    add("--out", str, "runs/ser", "folder of the run; a run there goes on")
+    add("--out", str, "runs/ser", "folder of the run; a run already there is continued")
     add("--seed", int, 0, "seed of the run")
     add("--workers", int, 8, "loader processes of a rank")
     add("--log-every", count, 20, "steps between lines of the log")
@@ -888,13 +888,13 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations move both, or
-    # [CLS] alone. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations move
+    # L_equiv or [CLS]. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
-    # Small batches need a larger share, or a token of b2 has few others to be told from.
+    # Small batches need a larger share. Otherwise, a token of b2 has few negatives.
     add("--ratio", share, 0.01,
-        "r, share of b2 in a batch; 0: no b2. If a batch has 256 images, take .0625, so 16")
+        "r, share of b2 in a batch; 0: no b2. For batches of 256, use .0625: b2 has 16 images")
     add("--weight", nonnegative, 0.5, "lambda; 0: the control")
     add("--temperature", positive, 0.3, "tau, of L_equiv (paper, with DINO: 0.5)")
     add("--group", str, list(ELEMENTS), "what moves b2", nargs="+", choices=ELEMENTS)
@@ -907,7 +907,7 @@ def arguments() -> ArgumentParser:
     add("--batch-size", count, 2048, "images per step, over all ranks (4.1)")
     add("--epochs", positive, 100.0, "passes over the images, also fractions (4.1)")
     add("--warmup-epochs", nonnegative, 10.0,
-        "epochs of linear warmup (4.1); if the run is not longer than that, a tenth of it")
+        "epochs of linear warmup (4.1); if --epochs is not larger, a tenth of --epochs")
     # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as in the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
@@ -918,8 +918,8 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# The defaults for synthetic images, chosen so that two minutes show what the loss does. f1 has
-# three of the four blocks.
+# The defaults for synthetic images, chosen so that two minutes show what the loss does.
+# f1 has three of the four blocks.
 SMALL = dict(image_size=32, patch_size=4, dim=64, depth=4, heads=2, ratio=0.25,
              crop_min=0.3, batch_size=64, epochs=3.0, warmup_epochs=0.5, base_lr=8e-3,
              moco_hidden=512, workers=0)
@@ -968,7 +968,7 @@ def make_encoder(args: Namespace) -> ViT:
 
 
 def seed_and_make_encoder(args: Namespace) -> ViT:
-    """The encoder with the first weights of a run. It seeds torch's global generator."""
+    """Seed torch's global generator, then make the encoder with the first weights of a run."""
     torch.manual_seed(args.seed)
     return make_encoder(args)
 
@@ -1139,8 +1139,8 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
 # ==== 9. Around it, not needed for the method: files, images, checks, output ==========
 def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
-    """The images of a run, as sorted paths below DATA/train or, without one, below
-    DATA, and a checksum of their names. Without --data, pixels of synthetic ones."""
+    """The images of a run, as sorted paths, and a checksum of their names. The images are
+    below DATA/train or, without it, below DATA. Without --data, pixels of synthetic images."""
     if not args.data:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
@@ -1166,8 +1166,8 @@ def checksum(texts: Sequence[str]) -> str:
 
 def more_than_8_bits(image: Image.Image) -> bool:
     """Whether channels of an opened image have 16 bits or more, which Pillow would cut to 8."""
-    # Gray images say so by their mode, such as "I;16". Of colours only the format in the file
-    # does, such as "RGB;16B", or 65535 as the largest value of a PPM, or the tag 258 of a TIFF.
+    # Gray images show it in their mode, such as "I;16". Colour images show it only in the file
+    # format: "RGB;16B", or 65535 as the largest value of a PPM, or the tag 258 of a TIFF.
     formats = str([tile[3] for tile in image.tile])
     deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
     bits = getattr(image, "tag_v2", {}).get(258, (8,))
