@@ -10,7 +10,7 @@ import ser
 from eval_linear import Checkpoint
 
 
-# The encoders that are here.
+# Label -> name of the file in paper/encoders.
 ENCODERS = {"MoCo-v3": "MoCo-v3", "control": "control", "SER, λ = 0.1": "SER-0.1",
             "SER, λ = 0.5": "SER", "MoCo-v3 + rotation": "turned", "SER + rotation": "turned-SER"}
 
@@ -41,8 +41,8 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 
 def load_several(args: Namespace) -> list[Checkpoint]:
-    """The checkpoints of a comparison, by default those of `ENCODERS`. It sets --out and --label,
-    if they are not given: results go beside the first one, and labels of others are their paths."""
+    """Checkpoints to compare, by default those of `ENCODERS`. Without --out, results go beside
+    the first. Without --label, checkpoints that are given are labelled by their paths."""
     # With DATA/train/CLASS/, train and val would be taken for classes.
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
@@ -58,8 +58,8 @@ def load_several(args: Namespace) -> list[Checkpoint]:
 
 
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
-    """Write a figure of matplotlib's beside the other results. The file says what made it, and has
-    a checksum of this in its name, so that it replaces none of other settings or weights."""
+    """Write a matplotlib figure beside the other results. Its metadata say what made it. Their
+    checksum in the file name protects pictures of other settings or weights."""
     made_by = json.dumps(vars(args) | {"weights": [run.fingerprint for run in runs]})
     path = eval_linear.results_path(args, f"{name}-{ser.checksum([made_by])}.png")
     figure.savefig(path, metadata={"Description": made_by})
@@ -68,10 +68,10 @@ def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpo
 
 def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                       images: Sequence[str]) -> dict:
-    """What must be the same when a training goes on from a file, for ser.resume: the settings of
-    the encoder's own training and, as NAME_..., those of this one, its encoder and the names of
-    its images below their folder. Folders may be renamed. Exits with one sentence if there is no
-    whole batch, or the ranks cannot share it."""
+    """What must be the same when a training goes on from a file, for ser.resume. These are the
+    settings of the encoder's own training and, as NAME_..., the settings of this training, the
+    encoder, and its images' names below their folder, which may be renamed. Exits with one
+    sentence if there is no whole batch, or the ranks cannot share it."""
     ranks, _ = ser.ranks_and_rank()
     if args.batch_size % ranks > 0 or args.batch_size > len(images):
         sys.exit(f"--batch-size {args.batch_size}: should be a multiple of the {ranks} ranks, and "

@@ -5,12 +5,12 @@
     python -m paper.evaluations.bench3die --data 3DIEBench --checkpoint runs/main/last.pt
 
 The data of Garrido et al. 2023 are 3DIEBench/SYNSET/OBJECT/image_0.jpg ... image_49.jpg, 50
-renderings of each of 52,472 objects. val_images.npy lists those to validate on, as
-"/SYNSET/OBJECT/"; all others are trained on.
+renderings of each of 52,472 objects. val_images.npy lists the objects for validation, as
+"/SYNSET/OBJECT/". Training uses all other objects.
 
-Paper: "linear probing on its 2D renderings", without their parameters. It leaves open the split,
-the views, the crops and the training. Here it is the probe of eval_linear.py, with its flags, but
-for --val, --test and --equivariance.
+Paper: "linear probing on its 2D renderings", without their parameters. The paper leaves open
+the split, the views, the crops and the training. We use the probe and the flags of
+eval_linear.py, without --val, --test and --equivariance.
 """
 import sys
 from argparse import Namespace
@@ -76,8 +76,8 @@ def load_sets(args: Namespace, size: int) -> eval_linear.Sets:
                 # Choice: all views, so that the result is no sample; the authors sample one.
                 items["val"] += [(folder, range(view, view + 1), label) for view in range(50)]
             else:
-                # Choice: one of the 50 in an epoch, as the authors do; no flip. The first alone is
-                # what 20-NN and --cache see.
+                # Choice: a random one of the 50 in each epoch, as the authors do; no flip.
+                # 20-NN and --cache see only the first view.
                 items["crops"].append((folder, range(50), label))
                 items["train"].append((folder, range(1), label))
 

@@ -6,11 +6,11 @@
 val2017/. coco.jsonl gets the settings and, every 500 steps, the losses. Then coco.pt is saved, too,
 from which the same command resumes.
 
-Paper: following DINOv2 (Oquab et al. 2023), which detects nothing on COCO, the encoder is frozen.
-"The detection head" is trained for 45k iterations of 32 images of train2017, and AP is of val2017.
-It leaves open the detector, its neck, the features, the size of the images, the optimizer and the
-augmentation. Each is a flag or has a `# Choice:` below: torchvision's Faster R-CNN, on ViTDet's
-simple pyramid (Li et al. 2022) over the last block's map.
+Paper: the encoder is frozen, following DINOv2 (Oquab et al. 2023), which has no COCO
+detection. "The detection head" is trained for 45k iterations of 32 images of train2017, and AP
+is of val2017. The paper leaves open the detector, neck, features, image size, optimizer and
+augmentation. Each is a flag or has a `# Choice:` below. We use torchvision's Faster R-CNN, on
+ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
 """
 import sys
 import zlib
@@ -52,8 +52,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 # ==== Detector ===========================================================================
-# Choice: a plain ViT has one map, and objects come in all sizes. So the detector reads five maps,
-# of which trained layers make four.
+# Choice: a plain ViT has one map, and objects come in all sizes. So the detector reads five
+# maps. Trained layers make four of them.
 class Pyramid(nn.Module):
     """ViTDet's simple feature pyramid on a frozen encoder: images (B, 3, h, w) -> five maps of C
     channels at 4, 2, 1, 1/2 and 1/4 of the resolution of the token grid."""
@@ -79,11 +79,11 @@ class Pyramid(nn.Module):
             self.levels.append(level)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        # bf16 up to the maps, which leave as fp32: torchvision computes boxes in the type of the
-        # heads' outputs, and bf16 places a box at 800 pixels in steps of 4.
+        # Maps are made in bf16 and returned in fp32. torchvision computes boxes in the type of
+        # the heads' outputs, and bf16 would place a box at 800 pixels in steps of 4.
         with eval_linear.autocast(images):
             # Choice: the map of the last block alone, after the encoder's last LayerNorm.
-            # Tokens attend to the padding of an image to the size of the batch.
+            # Images are padded to the size of the batch, and tokens attend to padding, too.
             x = eval_linear.map_after(self.encoder, self.encoder.depth, images)
             maps = {str(place): level(x).float() for place, level in enumerate(self.levels)}
 
@@ -103,9 +103,9 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     anchors = AnchorGenerator(sides, [(0.5, 1.0, 2.0)] * 5)
     longest = round(args.size * 5 / 3)
 
-    # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are padded
-    # to multiples of 4 patches, which are a cell of the coarsest map. Otherwise anchors would lie
-    # beside their cells, as torchvision spaces them by side // cells, rounded down.
+    # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are
+    # padded to multiples of 4 patches, the side of the coarsest cells. Otherwise anchors would
+    # lie beside their cells, as torchvision rounds the spacing of anchors down.
     return FasterRCNN(Pyramid(encoder), classes, args.size, longest,
                       rpn_anchor_generator=anchors, size_divisible=4 * encoder.patch_size)
 

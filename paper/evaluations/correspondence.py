@@ -5,8 +5,8 @@ r"""What SER does, seen: which patches of a photograph are matched after a quart
 
 Ours; the paper has no such figure. Writes correspondence-*.png, with a row for the first photograph
 of each of the first three classes, or for one photograph that --data names. A row has the
-photograph, a rotated and recoloured copy, and for each checkpoint the patches of this copy that
-it matches to their own places, where others fade to white.
+photograph, a rotated and recoloured copy, and the copy again for each checkpoint. In it,
+patches matched to their own places keep their colours, and others fade to white.
 """
 import sys
 from argparse import Namespace
@@ -48,8 +48,8 @@ def copies(photo: Tensor, number: int) -> Tensor:
 
 @torch.no_grad()
 def matched(encoder: ser.ViT, both: Tensor, layer: int) -> Tensor:
-    """Whether each token of the turned copy is the nearest, after a block, to the token of the
-    photograph that the turn brings to its place; (H, W) bool. both: (2, 3, S, S), see `copies`."""
+    """For each token of the photograph's turned map after block `layer`: is the nearest token
+    of the turned copy at the same place? (H, W) bool. both: (2, 3, S, S), see `copies`."""
     still, moved = eval_linear.map_after(encoder, layer, both)                    # (D, H, W)
     z = eval_linear.unit_tokens(still.rot90(1, (1, 2))[None])                     # (N, D)
     z_prime = eval_linear.unit_tokens(moved[None])
@@ -63,7 +63,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     from matplotlib.figure import Figure
 
     runs = load_several(args)
-    # The block that L_equiv regularised in SER's run, before its projector; the same of others.
+    # For all runs, the block after which L_equiv acted in SER's run, before the projector.
     layers = {layer for run in runs for layer in run.settings["equiv_layers"]}
     if not args.layer and len(layers) != 1:
         sys.exit(f"--layer: should be given, as L_equiv is after blocks {sorted(layers)}")

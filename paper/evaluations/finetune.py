@@ -3,8 +3,8 @@
     python -m paper.evaluations.finetune --data /imagenet --checkpoint runs/main/last.pt
 
 finetune.jsonl beside the results gets the settings and, after each epoch, the loss of its last
-batch. Then finetune.pt is saved, too, from which the same command resumes. Evaluations take it as
-they take last.pt.
+batch. finetune.pt is saved after each epoch, too. The same command resumes from it, and
+evaluations take it as they take last.pt.
 
 Paper: "full fine-tuning", following Garrido et al. 2023, without settings. Its 73.8 for MoCo-v3 is
 far below the 81.4 of MoCo-v3's authors, who pre-train for 300 epochs and fine-tune with DeiT's
@@ -70,8 +70,8 @@ class Classifier(nn.Module):
 
 def groups(model: Classifier, args: Namespace) -> list[dict]:
     """AdamW's groups, of parameters with equal rate and decay. `scale` multiplies the learning
-    rate: layer_decay to the power of the number of layers above, of which head and last norm have
-    none."""
+    rate: layer_decay to the power of the number of layers above. The head and the last norm
+    have no layers above."""
     encoder = model.encoder
     layers = [[*encoder.norm.parameters(), *model.head.parameters()]]
     layers += [list(block.parameters()) for block in reversed(encoder.blocks)]

@@ -91,8 +91,8 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
 
 # ==== ImageNet-C and turned images =======================================================
 def transform_of(kind: str, name: str, encoder: ser.ViT) -> v2.Transform:
-    """What brings the images of a set to the encoder's size. C and P are centre crops already: to
-    enlarge and cut them, as the images of val, would change every result."""
+    """The transform of a set's images to the encoder's size. Images of C and P are centre
+    crops already. Resizing and cropping them as images of val would change every result."""
     side = encoder.image_size
     if kind != "turned":
         return v2.Resize((side, side))
@@ -145,8 +145,8 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
 
 # ==== Sets and tables ====================================================================
 def find_sets(kind: str, root: str) -> dict[str, Path]:
-    """Set -> folder, of the sets of C ("fog/3") or P ("tilt") that are there as root/SET; turned
-    images are all of root. Exits with one sentence if there is none."""
+    """Set -> folder, for the sets of C ("fog/3") or P ("tilt") that exist as root/SET. For
+    turned images, the folder is root. Exits with one sentence if there is no set."""
     folders = {}
     for name in SETS[kind]:
         folder = Path(root) if kind == "turned" else Path(root, name)
@@ -159,8 +159,8 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
 
 
 def table(kind: str, results: dict, classes: int) -> str:
-    """A line for each of the paper's columns, with top-1 and top-5 here and the paper's, and their
-    means over what is there."""
+    """A line for each of the paper's columns, with our top-1 and top-5, then the paper's. A
+    last line has the means over the sets that are there."""
     names = SETS[kind]
     missing = (torch.nan, torch.nan)
     values = torch.tensor([results.get(name, missing) for name in names])         # (sets, 2)
@@ -177,7 +177,7 @@ def table(kind: str, results: dict, classes: int) -> str:
 
     there = ~values[:, 0].isnan()
     mean = values[there].mean(0)
-    titled = f"mean of {there.sum()}"     # with fewer than all, of the paper's columns as well
+    titled = f"mean of {there.sum()}"     # the paper's means are over the same sets as ours
 
     lines = [f"{kind}: percent among {classes} classes (the paper's: 1000 classes, top-1, top-5)",
              " " * 18 + "".join(f"{title:>9}" for title in titles)]

@@ -35,8 +35,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
-    add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks that it has")
-    add("--images", type=ser.count, default=20000, help="of train, and half as many of val")
+    add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks to probe")
+    add("--images", type=ser.count, default=20000, help="images of train; half as many of val")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)
 
@@ -91,8 +91,8 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
-    """Measure a checkpoint, and random weights, those it began with if they are known; write the
-    result and print it."""
+    """Measure a checkpoint, and the encoder that its run began with or, if that is unknown,
+    random weights. Write the result and print it."""
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "transformations.json")
     run = Namespace(**checkpoint.settings)

@@ -2,9 +2,9 @@
 
     python -m paper.evaluations.tsne --data /imagenet/val --checkpoint runs/{moco,main}/last.pt
 
-The paper shows the features of 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, whose
-images are cropped already (--ready), for MoCo-v3 and MoCo-v3 + SER. It sees "clearer qualitative
-separation for several classes", without a number. Another --seed has other classes.
+The paper shows 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for MoCo-v3 and
+MoCo-v3 + SER. It sees "clearer qualitative separation for several classes", without a number.
+Images of ImageNet-C are cropped already: use --ready. Another --seed has other classes.
 """
 import sys
 from argparse import Namespace
@@ -33,7 +33,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def sample_classes(data: DatasetFolder, classes: int, seed: int) -> Subset:
-    """The images of so many random classes, the same ones in folders that lack some others."""
+    """The images of random classes. A folder that lacks other classes gives the same ones."""
     if len(data.classes) < classes:
         sys.exit(f"--classes {classes}: there are {len(data.classes)} in --data")
     order = sorted(data.classes, key=lambda name: ser.seed_of("t-SNE", seed, name))

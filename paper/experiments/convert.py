@@ -2,8 +2,8 @@
 
     python -m paper.experiments.convert --from-timm vit_small.pth runs/given/last.pt --heads 6
 
-This takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise) or the
-base encoder of moco-v3's checkpoint. Evaluations read its file, and no pre-training begins from it.
+This takes a plain ViT of timm's (DeiT's, DINO's; not AugReg's, which normalises otherwise) or
+the base encoder of moco-v3's checkpoint. The result is for evaluations, not pre-training.
 """
 import math
 import sys

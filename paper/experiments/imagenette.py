@@ -4,10 +4,10 @@
     python -m paper.experiments.imagenette --data imagenette-128 --print
     python -m paper.experiments.imagenette --show paper/experiments/imagenette-100.json
 
-The first line runs all, on the copies that paper/README.md makes. The second prints its command
-lines, the third tables of given rows, which --figure draws. Rate and crop were chosen by the
-accuracy of MoCo-v3 alone. 16 of 128 images are in b2, so that a token is told from those of about
-as many images as in the paper, which has some 20 of 2,048. Flags of ser.py go to all runs.
+The first line makes all runs, on the copies that paper/README.md makes. The second only prints
+command lines. The third prints tables of saved rows, which --figure draws. Rate and crop were
+chosen by the accuracy of MoCo-v3 alone. b2 has 16 of 128 images. In the paper it has some 20
+of 2,048, so negatives are of about as many images. Flags of ser.py go to all runs.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """

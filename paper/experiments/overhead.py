@@ -29,8 +29,8 @@ RATIOS = ("0.01", "0.0625") if CUDA else ("0.125", "0.25")
 
 
 def count_costs() -> dict[str, float]:
-    """Trained parameters, and MACs of an image as the paper counts, by MoCo-v3 and SER, whose b2
-    has 3 of 256 images on each GPU. On the device "meta" tensors have no values."""
+    """Trained parameters of MoCo-v3 and SER, and MACs of an image as the paper counts. SER's
+    b2 has 3 of 256 images on each GPU. On the device "meta", tensors have no values."""
     views, gpus, directions = 2, 8, 2
     counts: dict[str, float] = {}
     x = torch.empty(1, 3, 224, 224, device="meta")
@@ -87,8 +87,8 @@ def training_step(flags: list[str]) -> Callable[[int], None]:
 
 
 def compare(sides: dict[str, Callable[[int], None]], rounds: int, images: int) -> None:
-    """Call all sides in rounds. Print their medians, and their ratios to the first side within a
-    round. Every other round is in reverse, so that a drift cancels; the first does not count."""
+    """Time all sides in rounds. Print their medians, and their ratios to the first side in the
+    same round. Odd rounds run in reverse, so a drift cancels. Round 0 does not count."""
     times = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name in sorted(sides, reverse=number % 2 > 0):

@@ -2,10 +2,10 @@
 
     python -m paper.experiments.pasted --data imagenette-128
 
-The images are the square copies that paper/README.md makes. L_equiv is that of the first 16 of each
+The images are the square copies that paper/README.md makes. L_equiv is on the first 16 of each
 batch, uncropped, with two colour jitters. Unlike in ser.py, these views do not enter the other
-loss. Sizes, crops and rate are imagenette.py's, for 20 epochs. A stopped command goes on, and
-torchrun shares it. OUT/row.json gets means over three heads.
+loss. Sizes, crops and rate are imagenette.py's, for 20 epochs. A stopped run goes on with the
+same command. torchrun splits its batches over ranks. OUT/row.json gets means over three heads.
 """
 import json
 from argparse import ArgumentParser, Namespace
@@ -98,7 +98,7 @@ def train(args: Namespace) -> Model:
     loader = DataLoader(
         data, args.batch_size // ranks, sampler=sampler, drop_last=True, num_workers=args.workers)
 
-    # Crops depend on the number of workers, which `resume` lets differ, so it has a second name.
+    # Crops depend on `workers`, which `resume` does not compare, so `loaders` has it as well.
     vars(args).update(ranks=ranks, loaders=args.workers, names_checksum=ser.find_images(args)[1])
     last = eval_linear.results_path(args, "training.pt")     # not for evaluations
     start = ser.resume(last, vars(args), model, optimizer)

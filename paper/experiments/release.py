@@ -5,9 +5,9 @@
 
 The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
 one process with gloo, with the settings of run_pretrain.sh but for lambda, on eight synthetic
-images, half of them b2. Four things around them are replaced. Their `device=rank` and `.cuda()`
-become the CPU, in fp32, the package kornia is an empty stand-in, so no image is jittered, and one
-process needs no DDP. The mode of those settings, `erl`, which the release refuses, is `erl_inv`.
+images, half of them b2. The mode is `erl_inv`, as the release refuses `erl` of
+run_pretrain.sh. Around the classes, `device=rank` and `.cuda()` become the CPU, in fp32.
+kornia is an empty stand-in, so no image is jittered. There is no DDP.
 """
 import sys
 from argparse import ArgumentParser, Namespace
@@ -34,7 +34,7 @@ class OnCPU(TorchFunctionMode):
 
 
 def gradient(module: nn.Module) -> Tensor:
-    """That of all parameters, as one vector. It is empty where they have none."""
+    """The gradient of all parameters, as one vector, which is empty if none has a gradient."""
     gradients = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
     return torch.cat([torch.empty(0), *gradients])
 

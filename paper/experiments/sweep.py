@@ -9,10 +9,10 @@ Heads see one centre crop of each image here, so compare runs with each other. F
 all runs. On 8 GPUs, r-0.005, SER and r-0.02 have 8, 24 and 40 images in b2. With other batches or
 ranks, two of them may have equally many. The lists layers and decoupling are for 12 blocks.
 
-A stopped sweep goes on where it was, and one that is done prints its table again, from the runs'
-last.pt: a run without it is trained anew.
+A stopped sweep goes on where it was. A finished sweep prints its table again. Both need the
+last.pt of each run: a run without last.pt is trained anew.
 
-The table has means ± std over seeds, and in brackets those of the difference to SER within a seed.
+Cells have mean ± std over seeds, then in brackets mean ± std of a seed's difference to SER.
 """
 import importlib
 import json
@@ -38,9 +38,9 @@ class Run(NamedTuple):
     script: str = "ser.py"
 
 
-# A run without b2, which the flags of b2 do not concern.
+# The flags of a run without b2, on which the other flags of b2 have no effect.
 PLAIN = "--ratio 0 --cls-layer 0"
-# Weights and temperatures are of other losses here than in SER.
+# In these methods, weight and temperature belong to other losses than L_equiv.
 EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"
 AUGSELF = f"--weight 0.5 {PLAIN}"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
@@ -71,8 +71,8 @@ LISTS = {
 
 
 def check(args: Namespace, given: list[str]) -> None:
-    """Exit with one sentence, before the first training, if a run cannot have its settings on the
-    ranks of --nproc_per_node, or if it sets one of the given flags, perhaps shortened, itself."""
+    """Exit with one sentence, before the first training, if a run's settings do not fit the
+    ranks of --nproc_per_node, or if a run itself sets a given flag, perhaps shortened."""
     ranks = max(map(int, re.findall(r"per[-_]node[= ](\d+)", args.launcher)), default=1)
     for run in args.runs:
         set_by_run = ["--seed", *run.flags.replace(PLAIN, "").split()]
@@ -133,7 +133,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
         sets = eval_linear.load_sets(eval_linear.parse(data), size=1)     # of any size
         images = eval_linear.describe_sets({"train": sets.train_centre, **sets.tests})
 
-    # Runs that have begun go first, as they refuse other flags than theirs.
+    # Begun runs go first, as ser.py refuses to continue them with other flags.
     runs = [(run, seed, f"{args.out}/{run.name}-{seed}")
             for seed, run in product(args.seeds, args.runs)]
     begun = [one for one in runs if Path(one[2], "last.pt").exists()]

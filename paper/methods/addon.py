@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ser
 from ser import Policy, View, count, share
 
-# Choice: [CLS] enters at once, as L_eq may read that of block 3, without the release's position.
+# Choice: [CLS] enters at the input, for --layer 3. Unlike the release's, it has no position.
 PLAIN = dict(ratio=0.0, cls_layer=0)
 SMALL = ser.SMALL | PLAIN     # for synthetic images
 
@@ -27,7 +27,7 @@ def arguments(name: str, **defaults: float) -> ArgumentParser:
     """The flags of ser.py with other defaults, and those that all four methods add."""
     parser = ser.arguments()
     parser.set_defaults(out=f"runs/{name}", **PLAIN, **defaults)
-    parser.epilog = ("--weight is that of L_eq, --temperature that of its InfoNCE if it has one. "
+    parser.epilog = ("--weight is the weight of L_eq, --temperature is for InfoNCE in L_eq. "
                      "--ratio must be 0; --equiv-layers and --group have no effect.")
     add = parser.add_argument
     add("--layer", type=count, help="L_eq is on [CLS] after this block (12 or 3); none: the last")

@@ -21,8 +21,8 @@ saturation, which changes by up to 0.4 there, and 0.2 here.
 In AugSelf's own MoCo-v2, f_2 comes from the momentum branch and carries no gradient. Here both
 features are online, as in its SimSiam and in the release.
 
-The release's AugSelf is in its branch augself, at 0bcab6c. There, as here, two heads make 44.2 M.
-Table 1 has 43.7 M, as dbe5e93 builds one head, of 256 outputs, which its train step refuses.
+The release has AugSelf in its branch augself, at 0bcab6c, with two heads and 44.2 M, as here.
+Table 1 has 43.7 M: dbe5e93 builds one head, of 256 outputs, and refuses to train it.
 The branch's weight is 0.5 at layer 12, and 0.5, 0.3, 0.1 or 0.03 at layer 3. The paper names none.
 """
 from argparse import Namespace
@@ -42,9 +42,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def crop_difference(first: Augmentation, second: Augmentation) -> Tensor:
-    """Box of the first view minus that of the second, (B, 4), in shares of the image. Both are
-    mirrored where the first view is flipped, as in AugSelf's code and in the release; so the
-    target of (2, 1) is not always minus that of (1, 2)."""
+    """Box of the first view minus box of the second, (B, 4), in shares of the image. If the
+    first view is flipped, both boxes are mirrored, as in AugSelf's code and in the release. So
+    the target of (2, 1) is not always minus the target of (1, 2)."""
     return box(first, first.flip) - box(second, first.flip)
 
 

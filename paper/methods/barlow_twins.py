@@ -36,9 +36,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """ser.py's. Before a step, as in the release, each parameter's gradient is clipped at 0.3.
-    Here that is the gradient of K (L_inv + lambda L_equiv), as L_inv is divided by K. In the
-    release, that of L_inv is R times smaller, so that there lambda weighs R times as much."""
+    """ser.py's. Each gradient of K (L_inv + lambda L_equiv) is clipped at 0.3, a parameter at
+    a time, as in the release. K undoes the division of L_inv. In the release, the gradient of
+    L_inv is R times smaller, so lambda weighs R times as much."""
     adamw = ser.adamw(model, args)
 
     def clip(adamw: Optimizer, *_: object) -> None:
@@ -66,8 +66,8 @@ def barlow_loss(z1: Tensor, z2: Tensor, w: float) -> Tensor:
 
     invariance = (1 - c.diagonal()).square().sum()
     redundancy = c.square().sum() - c.diagonal().square().sum()
-    # Choice, unlike 3.3, whose L_inv is exactly the baseline's: divided by K, as lambda was chosen
-    # for an L_inv of the order of 1, MoCo-v3's. So lambda is K times that of the whole Eq. 1.
+    # Choice, unlike 3.3, which keeps the baseline's L_inv: Eq. 1 / K. Lambda was chosen for
+    # MoCo-v3's L_inv, of the order of 1. Beside all of Eq. 1, K lambda would weigh the same.
     return (invariance + w * redundancy) / len(c)
 
 

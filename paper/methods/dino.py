@@ -14,8 +14,8 @@ are those of Caron et al. 2021:
     L_inv  = (H(P_t(x1), P_s(x2)) + H(P_t(x2), P_s(x1))) / 2                 (Algorithm 1)
     c     <- m c + (1 - m) mean of g_t(x)     the center, over images and views    (Eq. 4)
 
-Choice, unlike 4.1, which keeps DINO's settings: those of the authors' script for DINO + SER
-(`release`, with two views), and where it has none, those of Caron et al.'s code (`DINO`).
+Choice, unlike 4.1, which keeps DINO's settings: we take those of the release's script for DINO
++ SER (`release`, with two views). What it lacks is from Caron et al.'s code (`DINO`).
 """
 import copy
 import math
@@ -65,8 +65,8 @@ def half_cosine(start: float, end: float, progress: float) -> float:
 
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
-    """AdamW on three groups. Biases and norms do not decay, and the head's last layer is frozen at
-    first. All else, with positions, is called matrices. Each gradient is clipped on its own."""
+    """AdamW on three groups. `vectors` (biases, norms) do not decay. `last` (the head's last
+    layer) is frozen at first. `matrices` are the rest. Each gradient is clipped on its own."""
     matrices = []
     vectors = []
     last = list(model.base.head.last.parameters())
@@ -100,8 +100,8 @@ def schedule(adamw: Optimizer, args: Namespace, epoch: float) -> None:
 
 
 def add_stochastic_depth(encoder: ser.ViT, most: float) -> None:
-    """Huang et al. 2016: in training, a branch (attention, MLP) is left out for an image with
-    probability p, from 0 in block 1 to `most` in the last; elsewhere it is divided by 1 - p."""
+    """Huang et al. 2016: in training, an image skips a branch (attention, MLP) with chance p.
+    Kept branches are divided by 1 - p. p is 0 in block 1, and grows to `most` in the last."""
     def drop_branch(p: float, layer: nn.Module, inputs: object, branch: Tensor) -> Tensor:
         return stochastic_depth(branch, p, "row", layer.training)
 
@@ -136,8 +136,8 @@ class Head(nn.Module):
 
 
 def cross_entropy(t: Tensor, s: Tensor, center: Tensor, tau_t: float) -> Tensor:
-    """The mean over images of H(P_t, P_s), from outputs t of the teacher, which carry no
-    gradient, and s of the student, both (B, K), and the center c (K,)."""
+    """The mean over images of H(P_t, P_s). t and s are outputs (B, K) of the teacher, without
+    gradient, and of the student; `center` is c, (K,)."""
     target = ((t - center) / tau_t).softmax(dim=-1)
     log_student = (s / 0.1).log_softmax(dim=-1)     # tau_s is 0.1 (DINO)
     return -(target * log_student).sum(dim=-1).mean()
@@ -164,7 +164,7 @@ class DINO(nn.Module):
     @torch.no_grad()
     def update(self, progress: float) -> None:
         """Move the teacher towards the student, and set tau_t. DINO's Algorithm 1 moves the
-        teacher after a step. Here it moves before the next one, with that one's momentum."""
+        teacher after a step. Here it moves before a step, with the momentum of that step."""
         momentum = half_cosine(self.args.momentum, 1.0, progress)
         for slow, fast in ((self.teacher, self.encoder), (self.teacher_head, self.head)):
             for old, new in zip(slow.parameters(), fast.parameters()):

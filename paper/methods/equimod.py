@@ -75,7 +75,7 @@ class EquiMod(addon.AddOn):
 
     def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """InfoNCE between the embeddings of the views and their predictions, both ways."""
-        # Choice: `project` has BatchNorm of one view, as in the release; in EquiMod, of all three.
+        # Choice: BatchNorm sees one view at a time, as in the release; in EquiMod, all three.
         f1, f2, f0 = features     # in the order of `WithPlain`
         project = self.heads["project"]
         y1 = project(f1)                                                  # (B, 128)
@@ -88,8 +88,8 @@ class EquiMod(addon.AddOn):
         plain = torch.cat([y0, y0])
         predicted = self.heads["predict"](torch.cat([plain, p], dim=1))   # (2B, 128)
 
-        # Choice: keys have a gradient, as those of the own rank in EquiMod. In the release, none
-        # has one, so L_eq weighs about half as much there.
+        # Choice: keys have a gradient, as EquiMod's keys of the own rank. In the release, keys
+        # have no gradient, so L_eq weighs about half as much there.
         forth = ser.info_nce(y, predicted, self.temperature)
         back = ser.info_nce(predicted, y, self.temperature)
         return (forth + back) / 2

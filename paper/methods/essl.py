@@ -14,8 +14,8 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/essl/last.pt
 
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
-predicts their turns. Neither the paper nor the release tells which of the two gave 70.6; here
-it is E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR, and is not used here.
+predicts their turns. Neither paper nor release says if E-SSL or the control gave 70.6; we take
+E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR. We do not use it.
 """
 import sys
 from argparse import Namespace
@@ -81,8 +81,8 @@ def build(args: Namespace) -> ESSL:
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """Images with two views, made by T, and the small crop."""
-    # Choice: it is blurred as often as in the release, and not solarized. Blur is proportional to
-    # the side, as in ser.py; E-SSL's is 0.1 to 2 of 96 pixels.
+    # Choice: the small crop is blurred as often as in the release, and not solarized. Sigma is
+    # proportional to the side, as in ser.py; in E-SSL, it is 0.1 to 2 pixels for a side of 96.
     small = Policy(args.local_size, args.local_area, p_blur=0.1, p_solarize=0.0)
     return ser.ViewDataset(source, addon.policies(args) + [small], args.seed)
 

@@ -37,9 +37,9 @@ def settings(argv: list[str] | None = None) -> Namespace:
 def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).policies
-    # Choice: in b2, local views are whole images of the local size, each moved by a g of its own,
-    # and all six views are jittered as those of b1. In the release, local views of b2 are crops,
-    # and all six are jittered as local ones (builder/moco.py:134-136).
+    # Choice: in b2, local views are whole images of the local size, each moved by its own g.
+    # All views of b2 are jittered as the views of b1. In the release, local views of b2 are
+    # crops, and all views of b2 are jittered as local views (builder/moco.py:134-136).
     # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release's have no grayscale.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
@@ -50,8 +50,8 @@ class MultiCrop(ser.MoCoV3):
     def forward(self, views: list[View], cls: list[Tensor]) -> Tensor:
         """L_inv, a scalar, from the online [CLS] (B, D) of every view, global views first."""
         keys = [self.key(view) for view in views[:2]]
-        # Choice: the 10 terms are added, not averaged, and so are the three of L_equiv, as in
-        # the release. With two views that is MoCo-v3: two terms beside one of L_equiv.
+        # Choice: terms are added, not averaged, as in the release: 10 of L_inv, three of
+        # L_equiv. With two views, these would be the two terms of MoCo-v3 and one of L_equiv.
         loss = 0.0
         for i, view_cls in enumerate(cls):
             query = self.predictor(self.projector(view_cls))

@@ -35,7 +35,7 @@ class SimCLR(nn.Module):
         self.head = ser.mlp(encoder.dim, 256, 64)
 
     def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
-        """Each view of an image is to find the other one among those of all images."""
+        """A view is to find the other view of its image among the other views of all images."""
         z1 = self.head(cls[0])
         z2 = self.head(cls[1])
         return ser.info_nce(z1, z2, temperature=0.1) + ser.info_nce(z2, z1, temperature=0.1)

@@ -18,7 +18,7 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/stl/last.pt
 
 The flags `--crop-min 0.2 --blur 0.5 0.5 --solarize 0 0` give the T of the release's STL. In
-STL's own code, negatives are the other rows of both sides of a loss. Here they are of one side.
+STL's own code, negatives come from both arguments of InfoNCE, here only from the second.
 """
 import sys
 from argparse import Namespace
@@ -56,11 +56,11 @@ class Pairs(ser.ViewDataset):
 
 
 def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
-    """A view of which an image has its own flip, blur and solarization."""
+    """The pair's view, but with the image's own flip, blur and solarization."""
     pixels, aug = view
     if own.flip != aug.flip:
         pixels = pixels.flip(-1)
-    # Choice: solarization, which STL does not have, is an image's own, as its blur is.
+    # Choice: a pair shares neither solarization nor blur. STL has no solarization.
     return pixels, aug._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
 
 
@@ -94,7 +94,7 @@ class STL(addon.AddOn):
         u_odd = self.heads["embed_code"](codes[1::2])
         loss_tr = both_ways(u_even, u_odd, self.temperature)
 
-        # Codes of the partner, another image, are of use only if they tell the transformation.
+        # The partner is another image, so its codes help only if they tell the transformation.
         partner = torch.arange(len(codes), device=f1.device) ^ 1     # 1, 0, 3, 2, ...
         matrices = self.heads["hyper"](codes[partner])                     # (2B, D * D)
         matrices = matrices.unflatten(1, (f1.shape[1], -1))                # (2B, D, D)
@@ -116,7 +116,7 @@ def build(args: Namespace) -> STL:
 
 
 def dataset(source: list[str] | Tensor, args: Namespace) -> Pairs:
-    """Images with two views, made by T, of which pairs of images share crop and jitter."""
+    """Images with two views, made by T. The two images of a pair share crop and jitter."""
     return Pairs(source, addon.policies(args), args.seed)
 
 

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 -m paper.methods.turned --data /imagenet --out runs/turned-SER \
         --ratio 0.01 --cls-layer 3
 
-Views of b1 make 0 to 3 quarter turns, which the final embedding learns to ignore. Flags are those
-of ser.py, but --ratio and --cls-layer are 0. With the second line, SER has turns in T as well.
+Views of b1 make 0 to 3 quarter turns, which the final embedding learns to ignore. Flags are as
+in ser.py, but by default --ratio and --cls-layer are 0. The second command adds SER.
 """
 import random
 from argparse import Namespace
