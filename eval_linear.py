@@ -269,8 +269,8 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 # ==== 3. Images: pairs of an image, (3, S, S) uint8, and a label ======================
 def eval_transform(size: int) -> v2.Transform:
     """The shorter side to size * 256 / 224, then the centre."""
-    # Choice: bicubic, while the random crops of `load_sets` are bilinear, as in the
-    # release and in DINO's eval_linear.
+    # Choice: as in the release and in DINO's eval_linear, bicubic, while the random crops
+    # of `load_sets` are bilinear.
     resize = v2.Resize(round(size * 256 / 224), v2.InterpolationMode.BICUBIC)
     return v2.Compose([resize, v2.CenterCrop(size)])
 
@@ -305,7 +305,7 @@ class ClassFolder(ImageFolder):
 
 def folder_labels(directory: str, folders: Sequence[str], classes: list[str]) -> dict[str, int]:
     """The label of each folder is the position of its name among the classes. If folders are
-    called 0, 1, ..., as in ImageNet-V2, the label is the name itself."""
+    called 0, 1, ..., and classes are not (ImageNet-V2), the label is the name itself."""
     names = classes
     if "0" in folders and set(folders).isdisjoint(classes):
         names = [str(label) for label in range(len(classes))]
@@ -341,7 +341,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # "crops" would be taken for crops of the training images.
+        # A reader of the results would take both for the training images.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -463,7 +463,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
         if args.cache or sets.train_random is None:
             x_train, y_train = centre
         else:
-            # On ImageNet, features of a ViT-S are 8 GB, so the last epoch's are freed first.
+            # Features are 8 GB (ViT-S, ImageNet), so the previous epoch's are freed first.
             x_train = None
             crops = Seeded(sets.train_random, args.seed, epoch)
             x_train, y_train = extract(encoder, crops, args)
@@ -528,7 +528,7 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 # ==== 7. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
 # `cosine` is A.2's score, and `retrieval` a measure of our own.
-PART_SIZE = 32     # images at a time; `retrieval` searches among the tokens of all
+PART_SIZE = 32     # images at a time; `retrieval` searches among their tokens
 
 
 @torch.no_grad()
@@ -568,7 +568,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry`
-        # leaves some images unmoved. In an unmoved image, all tokens would be found.
+        # leaves some images unmoved. Without jitter, all their tokens would be found.
         g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
@@ -700,7 +700,7 @@ def add_rows(path: Path, rows: Sequence[dict], args: Namespace, checkpoint: Chec
 
 def table_format(measure: str) -> tuple[str, int, int]:
     """How tables show a measure: its title, a factor for the values, and digits. In the
-    file, accuracies are percentages, retrievals are shares. Tables show percent."""
+    file, accuracies are percentages and retrievals shares. Tables show both in percent."""
     if "retrieval" in measure:
         return f"{measure} %", 100, 1
     digits = 3 if "cosine" in measure else 1

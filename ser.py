@@ -42,8 +42,6 @@ Comments and docstrings have three tags:
 has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
 956 to 962). So the results of the paper may come from another version of the code.
 
-Paths such as paper/methods are folders beside this file, with other methods and experiments.
-
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
     R        ranks, the processes of torchrun, on GPUs one for each
@@ -212,7 +210,7 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
 #
-# All random numbers come from the seeds below, so a run can be repeated, on a CPU bit for
+# Training samples from these seeds alone, so a run can be repeated, on a CPU bit for
 # bit if the ranks, the threads and the PyTorch version are the same.
 #
 #     the first weights                 --seed
@@ -365,7 +363,7 @@ class ViewDataset(torch.utils.data.Dataset):
         _, index, _ = item
         return self.sample_views(self.load(index), item)
 
-    # Methods of their own, as equimod.py and stl.py in paper/methods make other views, too.
+    # `load` and `sample_views` are apart, as paper/methods/equimod.py and stl.py call both.
     def load(self, index: int) -> Tensor:
         """An image, (3, h, w) uint8."""
         image = self.source[index]
@@ -496,7 +494,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels have the same radius, about three times the upper limit of sigma.
+    # Choice: all kernels of a call have one radius, about three times sigma's upper limit.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -724,8 +722,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
-    # Choice: BatchNorm has statistics of b1 and b2 together, as in the release. On
-    # several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # Choice, unlike 3.3, whose losses of b1 and b2 are apart: BatchNorm has statistics of both,
+    # as in the release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
     *inner, out = widths
     layers = []
     for fan_in, fan_out in pairwise(inner):

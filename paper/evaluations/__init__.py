@@ -69,9 +69,9 @@ def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpo
 def training_settings(name: str, args: Namespace, checkpoint: Checkpoint,
                       images: Sequence[str]) -> dict:
     """What must be the same when a training goes on from a file, for ser.resume. These are the
-    settings of the encoder's own training and, as NAME_..., the settings of this training, the
-    encoder, and its images' names below their folder, which may be renamed. Exits with one
-    sentence if there is no whole batch, or the ranks cannot share it."""
+    settings of the encoder's own training and, as NAME_..., the encoder, the settings of this
+    training, and the names of its images below their folder. Folders may be renamed. Exits
+    with one sentence if there is no whole batch, or the ranks cannot share it."""
     ranks, _ = ser.ranks_and_rank()
     if args.batch_size % ranks > 0 or args.batch_size > len(images):
         sys.exit(f"--batch-size {args.batch_size}: should be a multiple of the {ranks} ranks, and "

@@ -8,9 +8,9 @@ from which the same command resumes.
 
 Paper: the encoder is frozen, following DINOv2 (Oquab et al. 2023), which has no COCO
 detection. "The detection head" is trained for 45k iterations of 32 images of train2017, and AP
-is of val2017. The paper leaves open the detector, neck, features, image size, optimizer and
-augmentation. Each is a flag or has a `# Choice:` below. We use torchvision's Faster R-CNN, on
-ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
+is measured on val2017. The paper leaves open the detector, neck, features, image size,
+optimizer and augmentation. Each is a flag or has a `# Choice:` below. We use torchvision's
+Faster R-CNN, on ViTDet's simple pyramid (Li et al. 2022) over the last block's map.
 """
 import sys
 import zlib

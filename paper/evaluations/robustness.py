@@ -77,7 +77,7 @@ def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     if len(fitting) != 1:
         place = args.head or f"the folder of {args.checkpoint}"
         sys.exit(f"{place} has {len(fitting)} heads of this encoder, {sorted(fitting)}: train one "
-                 "by eval_linear.py, or name it by --head")
+                 "by eval_linear.py, or name one by --head")
 
     path, state = fitting.popitem()
     classes, width = state["weight"].shape
@@ -160,7 +160,7 @@ def find_sets(kind: str, root: str) -> dict[str, Path]:
 
 def table(kind: str, results: dict, classes: int) -> str:
     """A line for each of the paper's columns, with our top-1 and top-5, then the paper's. A
-    last line has the means over the sets that are there."""
+    last line has the means over the columns of which every set is there."""
     names = SETS[kind]
     missing = (torch.nan, torch.nan)
     values = torch.tensor([results.get(name, missing) for name in names])         # (sets, 2)
@@ -177,7 +177,7 @@ def table(kind: str, results: dict, classes: int) -> str:
 
     there = ~values[:, 0].isnan()
     mean = values[there].mean(0)
-    titled = f"mean of {there.sum()}"     # the paper's means are over the same sets as ours
+    titled = f"mean of {there.sum()}"     # the paper's means are of the same columns as ours
 
     lines = [f"{kind}: percent among {classes} classes (the paper's: 1000 classes, top-1, top-5)",
              " " * 18 + "".join(f"{title:>9}" for title in titles)]

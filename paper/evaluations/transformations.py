@@ -35,7 +35,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = arguments("folder with train/CLASS, val/CLASS")
     add = parser.add_argument
-    add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="blocks to probe")
+    add("--layers", type=ser.count, nargs="+", default=PAPER_LAYERS, help="up to its depth")
     add("--images", type=ser.count, default=20000, help="images of train; half as many of val")
     parser.set_defaults(val="", test=[])     # eval_linear.load_sets asks for them
     return parser.parse_args(argv)

@@ -6,8 +6,8 @@
 
 The first line makes all runs, on the copies that paper/README.md makes. The second only prints
 command lines. The third prints tables of saved rows, which --figure draws. Rate and crop were
-chosen by the accuracy of MoCo-v3 alone. b2 has 16 of 128 images. In the paper it has some 20
-of 2,048, so negatives are of about as many images. Flags of ser.py go to all runs.
+chosen by the accuracy of MoCo-v3 alone. b2 has 16 of 128 images, where the paper has some 20
+of 2,048. So negatives are of about as many images in both. Flags of ser.py go to all runs.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """

@@ -6,7 +6,7 @@
 The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
 one process with gloo, with the settings of run_pretrain.sh but for lambda, on eight synthetic
 images, half of them b2. The mode is `erl_inv`, as the release refuses `erl` of
-run_pretrain.sh. Around the classes, `device=rank` and `.cuda()` become the CPU, in fp32.
+run_pretrain.sh. In these classes, `device=rank` and `.cuda()` become the CPU, in fp32.
 kornia is an empty stand-in, so no image is jittered. There is no DDP.
 """
 import sys

@@ -38,7 +38,7 @@ class Run(NamedTuple):
     script: str = "ser.py"
 
 
-# The flags of a run without b2, on which the other flags of b2 have no effect.
+# The flags of a run without b2. The other flags of b2 have no effect on such a run.
 PLAIN = "--ratio 0 --cls-layer 0"
 # In these methods, weight and temperature belong to other losses than L_equiv.
 EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"

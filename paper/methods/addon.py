@@ -27,7 +27,7 @@ def arguments(name: str, **defaults: float) -> ArgumentParser:
     """The flags of ser.py with other defaults, and those that all four methods add."""
     parser = ser.arguments()
     parser.set_defaults(out=f"runs/{name}", **PLAIN, **defaults)
-    parser.epilog = ("--weight is the weight of L_eq, --temperature is for InfoNCE in L_eq. "
+    parser.epilog = ("--weight is of L_eq, --temperature of its InfoNCE, if it has one. "
                      "--ratio must be 0; --equiv-layers and --group have no effect.")
     add = parser.add_argument
     add("--layer", type=count, help="L_eq is on [CLS] after this block (12 or 3); none: the last")

@@ -75,7 +75,7 @@ class EquiMod(addon.AddOn):
 
     def equivariance_loss(self, features: list[Tensor], views: list[View]) -> Tensor:
         """InfoNCE between the embeddings of the views and their predictions, both ways."""
-        # Choice: BatchNorm sees one view at a time, as in the release; in EquiMod, all three.
+        # Choice: `project` normalises one view at a time, as the release; EquiMod, all three.
         f1, f2, f0 = features     # in the order of `WithPlain`
         project = self.heads["project"]
         y1 = project(f1)                                                  # (B, 128)

@@ -38,9 +38,9 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     """MoCo-v3's two views of an image, then four local ones."""
     first, second = ser.two_view_dataset(source, args).policies
     # Choice: in b2, local views are whole images of the local size, each moved by its own g.
-    # All views of b2 are jittered as the views of b1. In the release, local views of b2 are
+    # Each view of b2 is jittered as the same view of b1. In the release, local views of b2 are
     # crops, and all views of b2 are jittered as local views (builder/moco.py:134-136).
-    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release's have no grayscale.
+    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. Unlike the release's, some are gray.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 

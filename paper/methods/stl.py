@@ -66,7 +66,7 @@ def blend(view: tuple[Tensor, Augmentation], own: Augmentation) -> tuple:
 
 def both_ways(a: Tensor, b: Tensor, temperature: float) -> Tensor:
     """InfoNCE from a to b and back, (n, K) on each of R ranks; 4 tau ln(R n) at chance."""
-    # Choice: keys have no gradient, as in the release and in MoCo-v3. In STL's own code they have.
+    # Choice: keys have no gradient, as in the release and in MoCo-v3. In STL's code, they do.
     forth = ser.info_nce(a, b.detach(), temperature)
     return forth + ser.info_nce(b, a.detach(), temperature)
 
