@@ -40,7 +40,7 @@ def dataset(source: list[str] | Tensor, args: Namespace) -> ser.ViewDataset:
     # Choice: in b2, local views are whole images of the local size, each moved by its own g.
     # Each view of b2 is jittered as the same view of b1. In the release, local views of b2 are
     # crops, and all views of b2 are jittered as local views (builder/moco.py:134-136).
-    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. Unlike the release's, some are gray.
+    # Choice: DINO's blur, but of .04 to .86 pixels, not .1 to 2. The release grays no local view.
     local = ser.Policy(args.local_size, args.local_area, p_blur=0.5, p_solarize=0.0)
     return ser.ViewDataset(source, [first, second, local, local, local, local], args.seed)
 
