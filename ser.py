@@ -1058,15 +1058,15 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
+# `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
+# bring their own:
+#     build(args)                         a model with a `base` (section 5)
+#     make_dataset(source, args)          what `two_view_dataset` returns
+#     make_optimizer(model, args)         what `adamw` returns
+#     schedule(optimizer, args, epoch)    called before every step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`.
-    Other methods bring functions of their own:
-
-    build(args): a model with a `base` (section 5).
-    make_dataset(source, args): what `two_view_dataset` returns.
-    make_optimizer(model, args): what `adamw` returns.
-    schedule(optimizer, args, epoch): called before every step."""
+    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
     # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()

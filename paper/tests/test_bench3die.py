@@ -5,7 +5,7 @@ from PIL import Image
 import eval_linear
 import ser
 from paper.evaluations import bench3die
-from paper.tests.toys import call, parsed, rows_in, toy_checkpoint, values
+from paper.tests.toys import call, toy_checkpoint, values
 from test_ser import sentence
 
 SYNSETS = ["02691156", "02747177", "02954340"]
@@ -20,13 +20,13 @@ def args(tmp_path_factory):
     (root / ".hidden").mkdir()     # no class, as is the next file
     split = root / "val_images.npy"
     numpy.save(split, numpy.array([f"/{name}/" for name in VALIDATED]))
-    for number, name in reversed([*enumerate(OBJECTS)]):
+    for number, name in reversed(list(enumerate(OBJECTS))):
         (root / name).mkdir(parents=True)
         for view in range(50):
             image = Image.new("RGB", (16, 16), (0, 0, 250))
             image.paste((20 * number, 5 * view, 0), (1, 1, 15, 15))
             image.save(root / name / f"image_{view}.jpg", quality=100, subsampling=0)
-    return parsed(bench3die, f"--data {root} --split {split} --checkpoint C")
+    return bench3die.settings(["--data", str(root), "--split", str(split), "--checkpoint", "C"])
 
 
 def seen(item):
@@ -46,15 +46,14 @@ def test_the_split_is_that_of_the_list(args):
     assert [seen(item) for item in tests["val"]] == listed(VALIDATED, range(50))
     assert [seen(item) for item in train] == listed(others, [0])     # for k-NN and --cache
 
-    for flags in ("--test x=D", "--equivariance"):
-        assert "--test" in sentence(parsed, bench3die, "--data D --checkpoint C", flags)
-    gone = ser.Path(args.data, VALIDATED[0])
-    elsewhere = gone.rename(gone.with_name("elsewhere"))
+    for flags in (["--test", "x=D"], ["--equivariance"]):
+        assert "--test" in sentence(bench3die.settings, ["--data=D", "--checkpoint=C", *flags])
+    (gone := ser.Path(args.data, VALIDATED[0])).rename(gone.with_name("elsewhere"))
     assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)
-    elsewhere.rename(gone)
+    gone.with_name("elsewhere").rename(gone)
 
     drawn = {seen(eval_linear.Seeded(crops, 0, epoch)[3]) for epoch in range(500)}
-    assert drawn == {*listed(["02747177/a"], range(50))}
+    assert drawn == set(listed(["02747177/a"], range(50)))
 
 
 def test_the_heads_are_scored_beside_the_papers_rows(args, tmp_path, capsys):
@@ -62,5 +61,5 @@ def test_the_heads_are_scored_beside_the_papers_rows(args, tmp_path, capsys):
     call(bench3die, line, toy_checkpoint(tmp_path, dim=64))
     assert values(tmp_path / "bench3die.json", set="val", classes=3)["linear top-1 %"] > 80
     assert "70.17   92.78" in capsys.readouterr().out     # the paper's SER
-    row, *_ = rows_in(tmp_path / "bench3die.json")
-    assert row["images"].split()[-1] == ser.checksum(sorted(f"/{name}/" for name in VALIDATED))
+    row, *_ = eval_linear.read_results(tmp_path / "bench3die.json")["rows"]
+    assert row["images"].split()[-1] == ser.checksum(sorted(numpy.load(args.split).tolist()))

@@ -7,27 +7,26 @@ import torch
 import eval_linear
 import ser
 from paper.evaluations import coco
-from paper.tests.test_methods import layers
-from paper.tests.toys import become_rank, call, parsed, stopped_after_3, toy_checkpoint, values
+from paper.tests.toys import become_rank, call, stopped_after_3, toy_checkpoint, values
 from test_ser import close, same, sentence, write_image
 
 pytest.importorskip("pycocotools")
 CHANNELS = {3: 0, 90: 2}     # red and blue squares; COCO's categories have gaps, too
 
 
-def write_split(root, name, objects, crowd=None):
-    """Images of 32 x 32 pixels, whose ids go down. objects: category, box; crowd: a box of one."""
+def write_split(root, name, objects):
+    """Images of 32 x 32 pixels, whose ids go down. objects: category, box, if it is a crowd."""
     index = {"images": [], "annotations": [], "categories": [{"id": 3}, {"id": 90}]}
-    for number, (category, box) in zip(range(len(objects), 0, -1), objects):
+    for number, (category, box, crowd) in zip(range(len(objects), 0, -1), objects):
         left, top, width, height = box
         picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
         picture[CHANNELS[category], top:top + height, left:left + width] = 255
         file = f"{number:012}.png"
         write_image(root / name / file, picture)
-        index["images"].append(dict(id=number, file_name=file))
+        index["images"].append(dict(id=number, file_name=file, width=32, height=32))
         index["annotations"].append(dict(
             id=number, image_id=number, category_id=category, bbox=box,
-            area=width * height, iscrowd=int(box == crowd)))
+            area=width * height, iscrowd=crowd))
 
     (root / "annotations").mkdir(exist_ok=True)
     (root / f"annotations/instances_{name}.json").write_text(json.dumps(index))
@@ -41,11 +40,11 @@ def small(monkeypatch):
 
 
 def test_the_recipe_is_the_papers_45k_iterations_of_32_images():
-    args = parsed(coco, "--data D --checkpoint C")
+    args = coco.settings("--data D --checkpoint C".split())
     recipe = dict(iterations=45000, batch_size=32, base_lr=1e-4, size=800, save_every=500)
     assert recipe.items() <= vars(args).items()
-    rates = [coco.lr_at(step, args) for step in (499, 29999, 30000, 39999, 40000)]
-    assert rates == pytest.approx([5e-5, 1e-4, 1e-5, 1e-5, 1e-6])
+    rates = {499: 5e-5, 29999: 1e-4, 30000: 1e-5, 39999: 1e-5, 40000: 1e-6}
+    assert {step: coco.lr_at(step, args) for step in rates} == pytest.approx(rates)
 
 
 def test_a_patch_size_that_torchvision_would_round_is_refused():
@@ -55,11 +54,11 @@ def test_a_patch_size_that_torchvision_would_round_is_refused():
 def test_a_small_detector_finds_squares(tmp_path, capsys):
     path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
     objects = []
-    for i in range(70):
-        place = [i % 5 * 4, i % 7 * 2]
-        objects += [(3, [*place, 8, 8]), (90, [*place, 16, 16])]
+    for i in range(140):
+        category, side = ((3, 8), (90, 16))[i % 2]
+        objects.append((category, [i % 5 * 4, i % 7 * 2, side, side], 0))
     write_split(tmp_path, "train2017", objects)
-    write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9])])     # never found
+    write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
     line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 2"
     call(coco, line, "--base-lr 3e-3")
 
@@ -80,11 +79,11 @@ def test_a_small_detector_finds_squares(tmp_path, capsys):
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
     path = toy_checkpoint(tmp_path, image_size=32)
-    objects = [(3, [0, 30, n, 9]) for n in range(1, 9)]
-    objects += [(3, [5, 5, 9, 9]), (3, [5, 5, 0, 9])]
-    write_split(tmp_path, "train2017", objects, crowd=[5, 5, 9, 9])
+    objects = [(3, [0, 30, n, 9], 0) for n in range(1, 9)]
+    objects += [(3, [5, 5, 9, 9], 1), (3, [5, 5, 0, 9], 0)]
+    write_split(tmp_path, "train2017", objects)
     line = f"--data {tmp_path} --checkpoint {path} --workers 0 --size 32 --iterations 4"
-    args = parsed(coco, line, "--batch-size 4 --save-every 2")
+    args = coco.settings(f"{line} --batch-size 4 --save-every 2".split())
     seen = []     # of each image its width, if it was flipped, the seed of flips and proposals
 
     def look(_, given):
@@ -115,13 +114,13 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     widths, *_, parts = train("parts")
     assert widths.tolist() == second and same(parts, weights)
 
-    wrapped = []
-    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",
-                        lambda model: lambda *given: wrapped.append(1) or model(*given))
     shares = []
     drawn = set()
+    wrapped = []
     for rank in range(2):
         become_rank(monkeypatch, rank)
+        monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",
+                            lambda model: lambda *given: wrapped.append(1) or model(*given))
         widths, _, seeds, _ = train(f"rank{rank}")
         drawn |= set(seeds)
         shares.append(widths.view(4, 2))
@@ -131,8 +130,8 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
 
 def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
     """And nothing at all 0. 7 of 26 pixels aside, IoU is .576: right at two of ten thresholds."""
-    write_split(tmp_path, "val2017", [(3, [0, 2, 26, 24]), (90, [4, 2, 26, 24])])
-    args = parsed(coco, f"--data {tmp_path} --checkpoint C --workers 0")
+    write_split(tmp_path, "val2017", [(3, [0, 2, 26, 24], 0), (90, [4, 2, 26, 24], 0)])
+    args = coco.settings(f"--data {tmp_path} --checkpoint C --workers 0".split())
     val = coco.photos(args, "val2017", train=False)
 
     def precision(shift, n=1):
@@ -143,7 +142,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
             labels = torch.tensor([3 if red else 90])
             return [dict(boxes=boxes[:n], labels=labels[:n], scores=torch.ones(n))]
 
-        return [*coco.precision(detector, val, "cpu", args).values()]
+        return [*coco.precision(detector, val, torch.device("cpu"), args).values()]
 
     assert precision(0) == pytest.approx([1, 1, 1])
     assert precision(7) == pytest.approx([0.2, 1, 0])
@@ -159,8 +158,7 @@ def test_the_ground_truth_has_average_precision_1(tmp_path, monkeypatch):
     for rank in (1, 0):
         become_rank(monkeypatch, rank)
         found = precision(0)
-    (second,), (first,) = gathered     # an image of each rank
-    assert (first["image_id"], second["image_id"]) == (1, 2)
+    assert [[one["image_id"] for one in own] for own in gathered] == [[2], [1]]
     assert found == pytest.approx([1, 1, 1])
 
 
@@ -168,17 +166,17 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypat
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, ser.Namespace(size=32, seed=0))
-    resize = model.transform
-    assert (*resize.min_size, resize.max_size, resize.size_divisible) == (32, 53, 16)
+    assert (model.transform.min_size, model.transform.max_size) == ((32,), 53)
+    assert model.transform.size_divisible == 16
     assert model.rpn.anchor_generator.sizes == [(8,), (16,), (32,), (64,), (128,)]
     assert not any(p.requires_grad for p in encoder.parameters())
     x = torch.rand(1, 3, 32, 48)
     assert [found.shape[2] for found in model.backbone(x).values()] == [32, 16, 8, 4, 2]
 
-    levels = model.backbone.levels
-    assert all(level[2] is not level[4] for level in levels)
-    assert layers(levels[0][0]) == "ConvTranspose2d:2 LayerNorm2d:2 GELU:0 ConvTranspose2d:2"
-    levels[2] = torch.nn.Identity()
+    assert all(level[2] is not level[4] for level in model.backbone.levels)
+    assert [type(layer).__name__ for layer in model.backbone.levels[0][0]] == [
+        "ConvTranspose2d", "LayerNorm2d", "GELU", "ConvTranspose2d"]
+    model.backbone.levels[2] = torch.nn.Identity()
     close(model.backbone(x)["2"], eval_linear.map_after(encoder, 3, x))
     monkeypatch.setattr(eval_linear, "autocast", lambda x: torch.autocast("cpu", torch.bfloat16))
     assert model.backbone(x)["0"].dtype == torch.float32

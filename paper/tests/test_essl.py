@@ -7,11 +7,10 @@ from test_ser import noise
 
 
 def test_label_k_means_k_counter_clockwise_quarter_turns():
-    image = torch.tensor([[1, 2], [3, 4]])
-    small = ser.View(image[None, None], None, None, None)
+    small = ser.View(torch.tensor([[[[1, 2], [3, 4]]]]), None, None, None)
     _, _, crops = essl.turned([None, None, small])
-    found = crops.b1.reshape(4, 4).tolist()     # row after row
-    assert found == [[1, 2, 3, 4], [2, 4, 1, 3], [4, 3, 2, 1], [3, 1, 4, 2]]
+    assert crops.b1[:, 0].tolist() == [
+        [[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
 
 
 def test_the_loss_is_cross_entropy_of_the_turn_of_every_crop():

@@ -8,7 +8,7 @@ import eval_linear
 import ser
 from paper.evaluations import robustness
 from paper.tests.toys import CLASSES, become_rank, call, class_folders, images_in, parsed
-from paper.tests.toys import rows_in, toy_checkpoint, train_and_val, values
+from paper.tests.toys import toy_checkpoint, train_and_val, values
 from test_ser import noise, pixels, sentence, write_image
 
 
@@ -91,7 +91,7 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
 
     with pytest.raises(FileNotFoundError):
         call(robustness, line)
-    top1, _ = rows_in(tmp_path / "robustness.json")
+    top1, _ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
     head = top1["head"]
     assert (head["lr"], head["settings"]) == (0.1, {"lr": [0.1, 1.0]})
     assert (top1["block"], head["images"]) == (3, "train: 9 images")     # it learned from
@@ -125,7 +125,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
 
     call(robustness, line)
     assert [*values(tmp_path / "robustness.json", set="P/tilt").values()] == pytest.approx(wanted)
-    row, *_ = rows_in(tmp_path / "robustness.json")
+    row, *_ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
     names = [f"{CLASSES[1 + number // 2]}/{number}.mp4" for number in range(6)]
     assert row["images"].endswith(ser.checksum(names))
     assert row["head"]["fingerprint"] == eval_linear.fingerprint(head.linear)

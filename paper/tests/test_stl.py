@@ -2,32 +2,31 @@ import torch
 
 import ser
 from paper.methods import stl
-from paper.tests.test_methods import check_gradients, layers, random_features, settings, toy
-from paper.tests.toys import become_rank
-from test_ser import pixels, same, sentence, slow_info_nce
+from paper.tests.test_methods import check_gradients, layers, settings, toy
+from test_ser import noise, pixels, same, sentence, slow_info_nce
 
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
     """Of squeezed images. Flip, blur and solarization are an image's own, as T samples them."""
     source = [pixels(3, 30, 20), pixels(3, 18, 40)] * 3
-    items = [(3, index, False) for index in (4, 1, 5, 2)]     # of epoch 3
+    keys = [(3, index, False) for index in (4, 1, 5, 2)]     # of epoch 3
     data = stl.dataset(source, settings("stl", "--solarize 0.5 0.5 --blur 1 1"))
-    found = data.__getitems__(items)
-    for place, item in enumerate(items):
-        square = ser.resize(source[item[1]][None], (16, 16))[0]
-        alone = data.sample_views(square, item)
-        with_first = data.sample_views(square, items[place // 2 * 2])
-        for view, (image, shared), (_, own) in zip(found[place], with_first, alone, strict=True):
-            if own.flip != shared.flip:
+    found = data.__getitems__(keys)
+    for place, (_, index, _) in enumerate(keys):
+        square = ser.resize(source[index][None], (16, 16))[0]
+        alone = data.sample_views(square, keys[place])
+        with_first = data.sample_views(square, keys[place // 2 * 2])
+        for view, (image, aug), (_, own) in zip(found[place], with_first, alone):
+            if own.flip != aug.flip:
                 image = image.flip(-1)
-            wanted = shared._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
-            assert same(view, (image, wanted)), item
+            wanted = aug._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
+            assert same(view, (image, wanted)), place
 
 
 def test_a_transformation_is_read_from_the_partner_and_applied():
     model = toy("stl", "--temperature 0.4")
     heads = model.heads
-    f1, f2 = random_features(2, images=4)
+    f1, f2 = list(noise(2, 4, 16).requires_grad_())
 
     for name in ("read", "embed", "embed_code"):
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name
@@ -45,12 +44,11 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
     z_moved = torch.cat([heads["embed"](moved(f2, t21)), heads["embed"](moved(f1, t12))])
 
     codes = torch.cat([t12, t21])
-    even = heads["embed_code"](codes[0::2])
-    odd = heads["embed_code"](codes[1::2])
-    wanted = both_ways(z, z_moved) + 0.1 * both_ways(even, odd)
+    u = [heads["embed_code"](codes[first::2]) for first in (0, 1)]     # of even and odd images
+    wanted = both_ways(z, z_moved) + 0.1 * both_ways(*u)
     check_gradients(model.equivariance_loss([f1, f2], []), wanted, [f1, f2])
 
 
 def test_an_odd_number_of_images_on_a_rank_is_one_sentence(monkeypatch):
-    become_rank(monkeypatch, 0)
+    monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, 0))
     assert "--batch-size 10" in sentence(toy, "stl", "--batch-size 10")

@@ -1,3 +1,4 @@
+"""What the tests of paper/ share: toy checkpoints, folders of images, calls of scripts."""
 import contextlib
 import json
 import runpy
@@ -26,23 +27,28 @@ def toy_checkpoint(folder, **settings):
 
 
 def split(*words):
+    """The words of a command line, some of which may be given together, as a shell splits them."""
     return shlex.split(" ".join(map(str, words)))
 
 
 def parsed(module, *words):
+    """The settings of a script's command line."""
     return module.settings(split(*words))
 
 
 def run_main(experiment, *words):
+    """Run sweep.py or imagenette.py as by its command line."""
     experiment.main(parsed(experiment, *words))
 
 
 def call(evaluation, *words):
+    """Run an evaluation as by its command line."""
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
 def saved_pictures(monkeypatch):
-    saved = []     # figure, path and metadata of each picture from now on
+    """A list that gets the figure, path and metadata of each picture, in place of its file."""
+    saved = []
     module = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(
         module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
@@ -51,12 +57,14 @@ def saved_pictures(monkeypatch):
 
 @contextlib.contextmanager
 def stopped_after_3(monkeypatch):
+    """Within it, the training must end with an error when it would record its fourth step."""
     with monkeypatch.context() as stop, pytest.raises(ZeroDivisionError):
         stop.setattr(ser, "log_and_check", lambda log, bar, step, *_: 1 // (4 - step))
         yield
 
 
 def run_scripts_here(monkeypatch):
+    """The command lines of sweep.py and imagenette.py run in this process."""
     def run(command, check):
         assert check and command[0] == sys.executable     # one that failed is not evaluated
         script, *flags = [word for word in command[1:] if word not in ("-m", "-u")]
@@ -73,20 +81,18 @@ def become_rank(monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(10))
 
 
-def rows_in(path):
-    return json.loads(Path(path).read_text())["rows"]
-
-
 def having(rows, **keys):
+    """The rows with these entries."""
     return [row for row in rows if keys.items() <= row.items()]
 
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    for row in rows_in(path):
+    rows = json.loads(Path(path).read_text())["rows"]
+    for row in rows:
         encoder = ser.load_encoder(row["settings"]["checkpoint"])
         assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
-    return {row["measure"]: row["value"] for row in having(rows_in(path), **keys)}
+    return {row["measure"]: row["value"] for row in having(rows, **keys)}
 
 
 def table_of(text):
@@ -97,6 +103,7 @@ def table_of(text):
 
 
 def readme_table(readme, header):
+    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
@@ -110,9 +117,11 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
 
 
 def train_and_val(root, n_train, n_val, size=20, seed=6):
+    """root/train and root/val with so many images of each class."""
     class_folders(root / "train", n_train, size)
     class_folders(root / "val", n_val, size, seed)
 
 
 def images_in(folder):
+    """The images of class folders, at 16 pixels."""
     return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
