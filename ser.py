@@ -724,15 +724,13 @@ def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
     # Choice, unlike 3.3, whose losses of b1 and b2 are apart: BatchNorm has statistics of both,
     # as in the release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
-    *inner, out = widths
     layers = []
-    for fan_in, fan_out in pairwise(inner):
+    for fan_in, fan_out in pairwise(widths):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    last = nn.Linear(inner[-1], out, bias=False)
-    return nn.Sequential(*layers, last, nn.BatchNorm1d(out, affine=False))
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
