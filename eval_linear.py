@@ -6,19 +6,17 @@
 The second line is the protocol of 4.1, with choices where that is silent. With --data,
 these flags ask for other things:
 
-    flags              heads     learn from         20-NN   equivariance         time
-    none               linear    random crops       yes     no                   hours
-    --cache            linear    one centre crop    yes     no                   minutes
-    --mlp              MLPs      random crops       yes     no                   hours
-    --mlp --cache      MLPs      one centre crop    yes     no                   minutes
-    --knn              none      -                  yes     no                   minutes
-    --equivariance     none      -                  no      after every block    minutes
+    flags              what is measured                                        time
+    none               20-NN, and linear heads that learn from random crops    hours
+    --cache            20-NN, and linear heads, from one centre crop           minutes
+    --mlp              20-NN, and MLPs, from random crops                      hours
+    --mlp --cache      20-NN, and MLPs, from one centre crop                   minutes
+    --knn              20-NN alone                                             minutes
+    --equivariance     equivariance after every block, alone                   minutes
 
-So heads are trained if --cache or --mlp is given, or if neither --knn nor --equivariance
-is. --equivariance can be added to the flags of the four lines above it. Without --data,
-every line takes seconds, and images are not cropped. Equivariance of turns, after f1, is
-then always measured. If equivariance is measured, the untrained encoder is evaluated, too,
-which doubles the time.
+--equivariance can be added to the flags of other lines. Without --data, every line takes
+seconds, and images are not cropped. Equivariance of turns, after f1, is then always measured.
+If equivariance is measured, the untrained encoder is evaluated, too, which doubles the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
@@ -341,7 +339,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # A reader of the results would take both for the training images.
+        # In results, `train` and `crops` would look like the training images.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -557,8 +555,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
         should begin with a colour jitter, without which the mean colour of a patch is enough to
         find almost every turned token.
-    images: (n, 3, S, S). n should be a multiple of 32, as a token is found more easily among
-        fewer images.
+    images: (n, 3, S, S), as f1 takes them. n should be a multiple of 32, as a token is found
+        more easily among fewer images.
     element: what moves images, "rot90", "hflip" or "scale". All 32 images get one scaling.
         If a map has few tokens, some scalings keep its size: the share is too high."""
     h, w = images.shape[-2:]

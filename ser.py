@@ -19,7 +19,7 @@ Usage:
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU (see --ratio)
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
-Sections 1 to 6 are the method. This table has the lines of Algorithm 1, and what does them:
+Sections 1 to 6 are the method. The lines of Algorithm 1 up to the loss, and what does them:
     split the batch into b1 and b2            batch_items, of section 2
     T on b1, T_eq on b2, for two views        ViewDataset and make_views, of section 2
     the embeddings, and f1's maps of b2       encode_view, of section 3
@@ -29,7 +29,7 @@ Sections 1 to 6 are the method. This table has the lines of Algorithm 1, and wha
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
 Numbers such as (3.1) are sections of the paper. Section 4.1 names AdamW, the batch, the
-epochs, the warmup, the cosine and the range of the scaling. It keeps MoCo-v3's other settings.
+epochs, the warmup, the cosine and the range of the scaling, and keeps MoCo-v3's other settings.
 We take these settings from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except
 where a comment says otherwise.
 
@@ -44,7 +44,7 @@ has no gradient, as all tokens are detached when they are gathered (builder/moco
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
-    R        ranks, the processes of torchrun, on GPUs one for each
+    R        ranks, the processes of torchrun, one for each GPU
     C h w    channels (3 in images), rows and columns of any map; S x S for a square view
     N H W    patch tokens of a map, its rows and its columns; N = H W
     grid     the size (H, W) of a map, or the side of a square map
@@ -88,8 +88,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 class Geometry(NamedTuple):
     """The transform g of a view: a flip, then quarter turns, then a scaling. The scaling is kept
-    as the size that it leads to. So the scaling of view 1 is never undone: a map of any size is
-    resized to the size of view 2."""
+    as the size that it leads to, so a map of view 1 is resized once, to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
     grid: tuple[int, int]    # of all maps after the scaling
@@ -210,7 +209,7 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
 # rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
 #
-# Training samples from these seeds alone, so a run can be repeated, on a CPU bit for
+# All that is random comes from these seeds, so a run can be repeated, on a CPU bit for
 # bit if the ranks, the threads and the PyTorch version are the same.
 #
 #     the first weights                 --seed
@@ -220,8 +219,8 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# ViewDataset seeds the global generators of Python and of PyTorch anew for each image. `train`
-# seeds PyTorch's anew for each step, so images and methods share no random numbers.
+# ViewDataset seeds the global generators of Python and of PyTorch for each image. With
+# --workers 0 the model shares this process, so `train` seeds PyTorch's again for each step.
 
 
 def seed_of(*names: Any) -> int:
@@ -303,8 +302,8 @@ class Policy(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for an image, as numbers. The defaults do nothing. PyTorch's collate
-    function makes one Augmentation of a batch, whose fields are tensors (B,)."""
+    """What was sampled for an image, as numbers; the defaults do nothing. For a batch, PyTorch's
+    collate function makes it one Augmentation, each of whose fields is a tensor (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
     top: float = 0.0           # shares of the image
     left: float = 0.0
@@ -332,7 +331,8 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Choice: b2, which 3.2 does not crop, is squashed to squares here. `rho` resizes them again.
+    # Choice: b2, which 3.2 does not crop, is squashed to squares here, so that all images make
+    # one tensor. `rho` resizes b2 again.
     pixels = resize(image[None], (policy.size, policy.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -360,8 +360,7 @@ class ViewDataset(torch.utils.data.Dataset):
     seed: int
 
     def __getitem__(self, item: Item) -> list:
-        _, index, _ = item
-        return self.sample_views(self.load(index), item)
+        return self.sample_views(self.load(item.image_index), item)
 
     # `load` and `sample_views` are apart, as paper/methods/equimod.py and stl.py call both.
     def load(self, index: int) -> Tensor:
@@ -443,7 +442,7 @@ def normalise(x: Tensor) -> Tensor:
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
-    `aug` are (B,). The jitter is MoCo-v3's, except for the Choices here."""
+    `aug` are (B,). The jitter is MoCo-v3's, but for the Choices here and in `make_views`."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
     # Choice, unlike MoCo-v3, which jitters bytes: floats.
@@ -689,9 +688,9 @@ def patch_ntxent(z: Tensor, z_prime: Tensor, temperature: float = 0.3) -> Tensor
         logits = torch.einsum("ijk,mnk->ijmn", z / temperature, keys)   # (B, N, R B, 2N)
 
         # Paper: negatives are tokens of *other* images alone (3.3). Algorithm 1 and A.4
-        # can be read as if other tokens of image i were negatives, too.
+        # can be read as if other tokens of image i were negatives, too. Of the keys, this
+        # rank's image i is number rank * B + i.
         _, rank = ranks_and_rank()
-        # Image i of this rank is number rank * B + i of the keys.
         anchor_image = rank * len(z) + torch.arange(len(z), device=z.device)    # (B,)
         key_image = torch.arange(len(keys), device=z.device)                    # (R B,)
         same_image = anchor_image[:, None] == key_image                         # (B, R B)
@@ -718,7 +717,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # ==== 5. L_inv: MoCo-v3 (paper 4.1) ===================================================
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
-#     base(views, cls)         L_inv, a scalar. cls is a list, the final [CLS] (B, D) of each view
+#     base(views, cls)         L_inv, a scalar. cls is a list, the final [CLS] (B, D) of each
+#                              view. MoCo-v3 encodes the views again, for keys
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
@@ -807,7 +807,7 @@ class SER(nn.Module):
         # Choice, unlike Eq. 3, which adds the losses of b1 and b2: L_inv is one mean over
         # all images, and each image is a key for all images, as in the release. On 8
         # ranks, b1 has 2,024 images and b2 has 24. In a separate loss, an image of b2
-        # would have 24 keys, and would weigh 84 times as much as an image of b1.
+        # would have 24 keys, and would weigh 2,024 / 24 = 84 times as much as one of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:
             return {"loss": inv, "inv": inv.detach()}
@@ -830,8 +830,9 @@ class SER(nn.Module):
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
 # Types of flags. argparse prints the names of these functions in its errors.
+# They raise ValueError for other texts, such as nan.
 def nonnegative(text: str) -> float:
-    """A number from 0 on. For other texts, such as nan, these four functions raise ValueError."""
+    """A number from 0 on."""
     if not 0 <= float(text) < math.inf:
         raise ValueError
     return float(text)
