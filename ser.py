@@ -360,7 +360,8 @@ class ViewDataset(torch.utils.data.Dataset):
     seed: int
 
     def __getitem__(self, item: Item) -> list:
-        return self.sample_views(self.load(item.image_index), item)
+        _, index, _ = item
+        return self.sample_views(self.load(index), item)
 
     # `load` and `sample_views` are apart, as paper/methods/equimod.py and stl.py call both.
     def load(self, index: int) -> Tensor:
