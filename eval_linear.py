@@ -137,6 +137,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
     encoder = ser.make_encoder(Namespace(**settings)).eval()
     encoder.load_state_dict(state["encoder"])
+    if not all(weight.isfinite().all() for weight in encoder.parameters()):
+        sys.exit(f"{args.checkpoint}: its weights are not finite, as the training diverged")
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 

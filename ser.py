@@ -1148,9 +1148,10 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
 
-    # This follows links, and leaves out hidden files and folders.
+    # This follows links. It leaves out hidden files, and views.png, as runs may lie here, too.
     found = glob.iglob("**/*", root_dir=root, recursive=True)
-    names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS))
+    names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS)
+                   and os.path.basename(name) != "views.png")
     if not names:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 

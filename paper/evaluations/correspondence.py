@@ -32,11 +32,11 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 
 def choose_photos(data: str) -> list[str]:
-    """The photograph `data` or, chosen before looking, the first ones of three classes."""
+    """The photograph `data` or, chosen before looking, the first ones of up to three classes."""
     if not Path(data).is_dir():
         return [data]
     folder = eval_linear.ClassFolder(data, None)
-    return [folder.samples[folder.targets.index(label)][0] for label in range(3)]
+    return [folder.samples[folder.targets.index(y)][0] for y in sorted({*folder.targets})[:3]]
 
 
 def copies(photo: Tensor, number: int) -> Tensor:

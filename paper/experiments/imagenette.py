@@ -1,13 +1,12 @@
 """The paper's central comparison at a size that anyone can run: MoCo-v3, control, SER.
 
     python -m paper.experiments.imagenette --data imagenette-128 --bf16
-    python -m paper.experiments.imagenette --data imagenette-128 --print
     python -m paper.experiments.imagenette --show paper/experiments/imagenette-100.json
 
-The first line makes all runs, on the copies that paper/README.md makes. The second only prints
-command lines. The third prints tables of saved rows, which --figure draws. Rate and crop were
-chosen by the accuracy of MoCo-v3 alone. b2 has 16 of 128 images, where the paper has some 20
-of 2,048. So negatives are of about as many images in both. Flags of ser.py go to all runs.
+The first line makes all runs, on the copies that paper/README.md makes, or with --print only
+prints command lines. The second prints tables of saved rows, which --figure draws. Rate and crop
+were chosen by the accuracy of MoCo-v3 alone. b2 has 16 of 128 images, where the paper has some
+20 of 2,048. So negatives are of about as many images in both. Flags of ser.py go to all runs.
 
 The paper, linear top-1 of ImageNet: MoCo-v3 68.44, control (lambda = 0) 68.82, SER 69.28.
 """
@@ -77,10 +76,11 @@ def draw(rows: list[dict]) -> Any:
 
 def show(args: Namespace) -> None:
     """Print the tables of files of rows, and draw them."""
-    rows = []
-    for path in args.show or Path(args.out).glob("*/rows.json"):
-        rows += [row for row in json.loads(Path(path).read_text())
-                 if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
+    paths = args.show or Path(args.out).glob("*/rows.json")
+    every = [row for path in paths for row in json.loads(Path(path).read_text())]
+    rows = [row for row in every
+            if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
+    print(f"{len(rows)} of {len(every)} rows, by --names and --seeds")
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):

@@ -142,9 +142,9 @@ def evaluate(model: Model, args: Namespace) -> None:
     encoder = eval_linear.results_path(args, "encoder.pt")
     if ser.ranks_and_rank()[1] == 0:
         ser.save(encoder, **convert.from_timm(model.vit.state_dict(), heads=4))
-    words = ["--data", args.data, "--checkpoint", str(encoder), "--cache", "--seed"]
+    words = [f"--data={args.data}", f"--checkpoint={encoder}", f"--workers={args.workers}"]
     for seed in "012":     # of the heads, with which linear accuracy scatters
-        rows = eval_linear.evaluate(eval_linear.parse([*words, seed]))
+        rows = eval_linear.evaluate(eval_linear.parse([*words, "--cache", f"--seed={seed}"]))
         for found in rows:
             if found["classes"] == rows[0]["classes"]:     # among all, not those of val alone
                 measure = found["measure"]

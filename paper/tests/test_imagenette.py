@@ -78,7 +78,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     shown = {"--seeds 4": " untrained | SER |", "--seeds 5": "", "--names control": " untrained |"}
     for flags, titles in shown.items():
         run_main(imagenette, line, "--seeds 4", flags, "--show", path)
-        assert f"\n|  |{titles}\n" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"\n|  |{titles}\n" in told and f" of {len(rows)} rows" in told
 
 
 def tables(name, capsys, flags=""):

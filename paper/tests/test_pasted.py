@@ -11,7 +11,7 @@ timm = pytest.importorskip("timm")
 import eval_linear
 import ser
 from paper.experiments import pasted, sweep
-from paper.tests.toys import CLASSES, class_folders, readme_table
+from paper.tests.toys import CLASSES, class_folders, having, readme_table
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
@@ -22,7 +22,7 @@ def train(root, weight, *flags, batch=6):
     return args, pasted.train(args)
 
 
-def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeypatch):
+def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path):
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val", per_class=3, seed=6, classes=CLASSES[:5])
     args, model = train(tmp_path, 0.1)
@@ -30,12 +30,11 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path, monkeyp
     assert not torch.equal(model.vit.pos_embed, zero.vit.pos_embed)
     assert zero.project[1].weight.grad.eq(0).all() and zero.head[0].weight.grad.ne(0).any()
 
-    parse = eval_linear.parse
-    monkeypatch.setattr(eval_linear, "parse", lambda words: parse([*words, "--workers", "0"]))
     pasted.evaluate(model, args)
     row = json.loads(ser.Path(args.out, "row.json").read_text())
-    heads = [one["value"] for one in json.loads(ser.Path(args.out, "eval.json").read_text())["rows"]
-             if (one["measure"], one["classes"]) == ("linear top-1 %", 6)]
+    found = json.loads(ser.Path(args.out, "eval.json").read_text())["rows"]
+    heads = [one["value"] for one in having(found, measure="linear top-1 %", classes=6)]
+    assert found[0]["settings"]["workers"] == 0
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(sum(heads) / 3)
     upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
     val = torch.stack([image for image, _ in pasted.ImageFolder(tmp_path / "val", upright)])[::8]
