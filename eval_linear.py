@@ -341,7 +341,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # In results, `train` and `crops` would look like the training images.
+        # A set called train or crops would look like training images.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -615,7 +615,8 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
 
 def map_of_recoloured(encoder: ser.ViT, block: int, generator: torch.Generator,
                       images: Tensor) -> Tensor:
-    """The token map of images in [0, 1], in other colours at each call."""
+    """The token map of images in [0, 1], in other colours at each call. So the two maps that
+    `retrieval` compares have colours of their own."""
     return map_after(encoder, block, recolour_and_normalise(images, generator))
 
 

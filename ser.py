@@ -164,7 +164,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # not needed, but keeps the rounding of results in paper/
+    turned = turned.contiguous()     # as `resize` rounds maps in other memory layouts otherwise
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -253,7 +253,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
     this rank's batch as a list of items. The items of b1 come first. The last, incomplete
     batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
-    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
+    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R, as a batch is
     steps_per_epoch = n_images // args.batch_size
 
     for step in range(start, end):
@@ -280,8 +280,9 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR       the same                    jitter_and_normalise
 #     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
-# The last four are the photometric jitter. `sample_view` samples its strength in the
-# loader. The jitter itself is applied on the device, which is much faster.
+# The last four are the photometric jitter. In the loader, `sample_view` crops and flips, and
+# samples the strength of the jitter. On the device, `make_views` moves b2 by `rho`, and
+# jitters b1 and b2, which is much faster there.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -443,7 +444,7 @@ def normalise(x: Tensor) -> Tensor:
 
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
-    `aug` are (B,). The jitter is MoCo-v3's, but for the Choices here and in `make_views`."""
+    `aug` are (B,). The jitter is MoCo-v3's, except where a Choice says otherwise."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
     # Choice, unlike MoCo-v3, which jitters bytes: floats.
@@ -550,8 +551,8 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the other
-    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
-    setting, L_equiv acts where f1 ends."""
+    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. L_equiv acts where
+    f1 ends or, in ablations of the paper, after blocks of f2."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -719,7 +720,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
 #     base(views, cls)         L_inv, a scalar. cls is a list, the final [CLS] (B, D) of each
-#                              view. MoCo-v3 encodes the views again, for keys
+#                              view, and views are for MoCo-v3's momentum encoder
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
@@ -735,7 +736,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
-    """InfoNCE of q, k (B, K) over all ranks, times MoCo-v3's factor 2 * temperature."""
+    """InfoNCE of this rank's q (B, K) with k of all ranks, times MoCo-v3's 2 * temperature."""
     _, rank = ranks_and_rank()
     # Choice, unlike MoCo-v3, which multiplies in half precision: fp32.
     with torch.autocast(q.device.type, enabled=False):
