@@ -14,9 +14,9 @@ these flags ask for other things:
     --knn              20-NN alone                                             minutes
     --equivariance     equivariance after every block, alone                   minutes
 
---equivariance can be added to the flags of other lines. Without --data, every line takes
-seconds, and images are not cropped. Equivariance of turns, after f1, is then always measured.
-If equivariance is measured, the untrained encoder is evaluated, too, which doubles the time.
+--equivariance can be added to the flags of the four lines above it. Without --data, every
+line takes seconds, and images are not cropped. Equivariance of turns, after f1, is then always
+measured. If it is, the untrained encoder is evaluated, too, which doubles the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
@@ -138,7 +138,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
     encoder = ser.make_encoder(Namespace(**settings)).eval()
     encoder.load_state_dict(state["encoder"])
     if not all(weight.isfinite().all() for weight in encoder.parameters()):
-        sys.exit(f"{args.checkpoint}: its weights are not finite, as the training diverged")
+        sys.exit(f"{args.checkpoint}: its weights are not finite")
     return Checkpoint(encoder, fingerprint(encoder), state["step"], settings)
 
 

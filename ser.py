@@ -164,7 +164,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # as `resize` rounds maps in other memory layouts otherwise
+    turned = turned.contiguous()     # not needed, but keeps the last digits of results in paper/
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -219,8 +219,8 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# ViewDataset seeds the global generators of Python and of PyTorch for each image. With
-# --workers 0 the model shares this process, so `train` seeds PyTorch's again for each step.
+# ViewDataset seeds the global generators of Python and of PyTorch for each image. `train`
+# seeds PyTorch's for each step and rank, for methods that sample.
 
 
 def seed_of(*names: Any) -> int:
@@ -253,7 +253,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
     this rank's batch as a list of items. The items of b1 come first. The last, incomplete
     batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
-    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R, as a batch is
+    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R, too
     steps_per_epoch = n_images // args.batch_size
 
     for step in range(start, end):
@@ -332,8 +332,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
         flip = random.random() < P_FLIP
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
-    # Choice: b2, which 3.2 does not crop, is squashed to squares here, so that all images make
-    # one tensor. `rho` resizes b2 again.
+    # Choice: b2, which 3.2 does not crop, is squashed to squares, to be one tensor with b1.
     pixels = resize(image[None], (policy.size, policy.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -720,7 +719,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 # A base method is a module with
 #     base.encoder             the online ViT. SER runs it, as L_equiv needs its maps
 #     base(views, cls)         L_inv, a scalar. cls is a list, the final [CLS] (B, D) of each
-#                              view, and views are for MoCo-v3's momentum encoder
+#                              view, and views are for a momentum encoder or a teacher
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
@@ -1149,10 +1148,11 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
 
-    # This follows links. It leaves out hidden files, and views.png, as runs may lie here, too.
-    found = glob.iglob("**/*", root_dir=root, recursive=True)
+    # This follows links. Hidden files and folders are left out, and so are pictures of runs here.
+    found = glob.glob("**/*", root_dir=root, recursive=True)
+    runs = {os.path.dirname(name) for name in found if name.endswith("/log.jsonl")}
     names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS)
-                   and os.path.basename(name) != "views.png")
+                   and os.path.dirname(name) not in runs)
     if not names:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 

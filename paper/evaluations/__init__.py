@@ -42,7 +42,7 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 def load_several(args: Namespace) -> list[Checkpoint]:
     """Checkpoints to compare, by default those of `ENCODERS`. Without --out, results go beside
-    the first. Without --label, labels are paths. Raises ValueError for too many or too few."""
+    the first. Without --label, labels are paths. Raises ValueError for too many or few labels."""
     # With DATA/train/CLASS/, train and val would be taken for classes.
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")

@@ -114,9 +114,7 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     widths, *_, parts = train("parts")
     assert widths.tolist() == second and same(parts, weights)
 
-    shares = []
-    drawn = set()
-    wrapped = []
+    shares, drawn, wrapped = [], set(), []
     for rank in range(2):
         become_rank(monkeypatch, rank)
         monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",

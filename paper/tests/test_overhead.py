@@ -32,8 +32,7 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     step = overhead.training_step(flags)
     step(0)
     step(1)     # the first one leaves the momentum branch as it is
-    assert len(waits) == 2
-    assert seen == 2 * [(size, dtype) for size in images]
+    assert (len(waits), seen) == (2, 2 * [(size, dtype) for size in images])
     assert not any(torch.equal(model.get_parameter(key), p) for key, p in before.items())
     pytest.raises(SystemExit, overhead.training_step, [*flags, "--ratio", "0.01"])     # no b2
 

@@ -106,8 +106,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     args = parsed(robustness, line)
     encoder = eval_linear.read_checkpoint(args).encoder
     head = robustness.load_head(args, eval_linear.read_checkpoint(args))
-    scores = []
-    resized = []
+    scores, resized = [], []
     for number in range(6):
         label = 1 + number // 2
         colours = pixels(1 + number, 3, 4, 4, seed=number)
