@@ -100,7 +100,7 @@ def numbers(cell):
 TABLES = {     # of paper/README: what their headers begin with, and the file of their rows
     "| 10 epochs |": "imagenette-10", "| 100 epochs |": "imagenette-100",
     "| in float32": "imagenette-100-float32", "| 200 classes, 16": "tiny",
-    "| ViT-S/16, 60": "vit-s", "| ten epochs, one seed": "lambda", "| Barlow Twins, ten": "barlow"}
+    "| ViT-S/16, 60": "vit-s", "| ten epochs, two": "lambda", "| Barlow Twins, ten": "barlow"}
 RUNS = {     # those that have other titles there
     "MoCo-v3 + rotation": "turned", "SER + rotation": "turned-SER",
     "the same, lambda 0": "turned-control", "SER, lambda .1": "SER-0.1", "SER, lambda .5": "SER"}
