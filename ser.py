@@ -550,8 +550,8 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the other
-    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. L_equiv acts where
-    f1 ends or, in ablations of the paper, after blocks of f2."""
+    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
+    setting, L_equiv acts where f1 ends, and in ablations of the paper after any block."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -1060,7 +1060,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 # `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
 # bring their own:
-#     build(args)                         a model with a `base` (section 5)
+#     build(args)                         what `SER` is: model(views) -> losses, model.base
 #     make_dataset(source, args)          what `two_view_dataset` returns
 #     make_optimizer(model, args)         what `adamw` returns
 #     schedule(optimizer, args, epoch)    called before every step
