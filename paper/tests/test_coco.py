@@ -53,10 +53,9 @@ def test_a_patch_size_that_torchvision_would_round_is_refused():
 
 def test_a_small_detector_finds_squares(tmp_path, capsys):
     path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
-    objects = []
-    for i in range(140):
-        category, side = ((3, 8), (90, 16))[i % 2]
-        objects.append((category, [i % 5 * 4, i % 7 * 2, side, side], 0))
+    kinds = 70 * [(3, 8), (90, 16)]     # category, side
+    objects = [(category, [i % 5 * 4, i % 7 * 2, side, side], 0)
+               for i, (category, side) in enumerate(kinds)]
     write_split(tmp_path, "train2017", objects)
     write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
     line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 2"

@@ -49,8 +49,7 @@ def test_each_script_reads_its_command_line(name, monkeypatch):
         runpy.run_path(str(ROOT / name), run_name="__main__")
 
 def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
-    trained = {}
-    evaluated = set()
+    trained, evaluated = {}, set()
     for *_, script, flags in [line for name in READMES for line in commands(name)]:
         args = vars(parse(script, flags))
         if "base_lr" in args and "checkpoint" not in args:

@@ -19,14 +19,13 @@ def test_the_counts_are_the_papers():
     ("--ratio 0 --cls-layer 0 --bf16", [8, 8], torch.bfloat16),
     ("--ratio 0.25", [6, 2, 6, 2], torch.float32)])
 def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
-    waits = []
+    waits, seen = [], []
     monkeypatch.setattr(overhead, "CUDA", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
     flags = [*FLAGS, *flags.split()]
     model = ser.build(ser.parse(["--data", "given", *flags]))
     monkeypatch.setattr(ser, "build", lambda args: model)
     before = {key: p.clone() for key, p in model.named_parameters() if "patch_embed" not in key}
-    seen = []
     project = model.base.encoder.blocks[0].attn.qkv
     project.register_forward_hook(lambda _, given, out: seen.append((len(out), out.dtype)))
     step = overhead.training_step(flags)

@@ -34,7 +34,6 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path):
     row = json.loads(ser.Path(args.out, "row.json").read_text())
     found = json.loads(ser.Path(args.out, "eval.json").read_text())["rows"]
     heads = [one["value"] for one in having(found, measure="linear top-1 %", classes=6)]
-    assert found[0]["settings"]["workers"] == 0
     assert len(set(heads)) > 1 and row["linear top-1 %"] == pytest.approx(sum(heads) / 3)
     upright = pasted.v2.Compose([pasted.RESIZE, pasted.v2.PILToTensor()])
     val = torch.stack([image for image, _ in pasted.ImageFolder(tmp_path / "val", upright)])[::8]
@@ -42,8 +41,8 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path):
     assert row["rot90 retrieval"] == pytest.approx(turns) and 0 < turns < 1
     recolour = partial(eval_linear.recolour_and_normalise, generator=ser.rng("jitter", "rot90"))
     turns = eval_linear.retrieval(lambda x: model.f1(recolour(x)), val / 255, patch=8)
-    assert row["rot90 retrieval with jitter"] == pytest.approx(turns)
-    assert (row["weight"], row["epochs"]) == (0.1, 2) and ": 15 images " in row["val"]
+    assert row["rot90 retrieval with jitter"] == pytest.approx(turns) and ": 15 " in row["val"]
+    assert (row["weight"], row["epochs"], found[0]["settings"]["workers"]) == (0.1, 2, 0)
     encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))
     assert row["weights"] == eval_linear.fingerprint(encoder)
     torch.testing.assert_close(encoder(val / 255).cls, model.vit(val / 255))
@@ -151,8 +150,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     assert names["copies"].call_count == 2     # a colouring for each view
     views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
     assert views == "views" and image.shape == (3, 224, 224) and image.max() == 255
-    changed = names["copies"](torch.full((8, 3, 8, 8), 0.5))
-    assert changed.std(dim=0).mean() > 0.01     # each image has colours of its own
+    assert names["copies"](torch.full((8, 3, 8, 8), 0.5)).std(dim=0).mean() > 0.01     # own colours
 
     learned = [p for group in names["optimizer"].param_groups for p in group["params"]]
     assert {id(p) for p in names["your_loss"].parameters()} <= {id(p) for p in learned}
