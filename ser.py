@@ -1148,11 +1148,9 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
     if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
 
-    # This follows links. Hidden files and folders are left out, and so are pictures of runs here.
-    found = glob.glob("**/*", root_dir=root, recursive=True)
-    runs = {os.path.dirname(name) for name in found if name.endswith("/log.jsonl")}
-    names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS)
-                   and os.path.dirname(name) not in runs)
+    # This follows links, and leaves out hidden files and folders.
+    found = glob.iglob("**/*", root_dir=root, recursive=True)
+    names = sorted(name for name in found if name.lower().endswith(IMG_EXTENSIONS))
     if not names:
         sys.exit(f"--data {args.data}: no image ({', '.join(IMG_EXTENSIONS)}) below {root}")
 

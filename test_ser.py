@@ -1034,13 +1034,13 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
 def test_any_tree_of_images_is_a_data_set(folder, tmp_path, monkeypatch):
     assert str(tmp_path) in sentence(ser.train, toy(tmp_path, tmp_path))     # which is empty
     root = tmp_path / "images[1]"
-    for name in ("latest/val.JPEG", "._2.png", ".c/3.png", "d/4.bmp", "d/log.jsonl", "\udcff.bmp"):
-        path = root / name     # d is a run, and the last is no UTF-8
+    for name in ("b/latest/val.JPEG", "b/a.txt", "b/._2.JPEG", ".trash/3.png", "\udcff.bmp"):
+        path = root / name     # the last is no UTF-8
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    (root / "c").symlink_to(root / "latest")
-    names = ("c/val.JPEG", "latest/val.JPEG", "\udcff.bmp")
+    (root / "c").symlink_to(root / "b")
+    names = ("b/latest/val.JPEG", "c/latest/val.JPEG", "\udcff.bmp")
     assert ser.find_images(toy(root))[0] == [f"{root}/{name}" for name in names]
 
     for place in ("train", "train/train", "train/val"):     # the last two are classes

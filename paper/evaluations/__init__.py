@@ -42,7 +42,7 @@ def main(settings: Callable, evaluate: Callable, argv: Sequence[str] | None = No
 
 def load_several(args: Namespace) -> list[Checkpoint]:
     """Checkpoints to compare, by default those of `ENCODERS`. Without --out, results go beside
-    the first. Without --label, labels are paths. Raises ValueError for too many or few labels."""
+    the first. Without --label, checkpoints that are given are labelled by their paths."""
     # With DATA/train/CLASS/, train and val would be taken for classes.
     if any(path.is_dir() for path in Path(args.data, "train").glob("*")):
         sys.exit(f"--data {args.data}: should be a folder of class folders, such as val in it")
@@ -54,7 +54,7 @@ def load_several(args: Namespace) -> list[Checkpoint]:
     args.out = args.out or str(Path(args.checkpoint[0]).parent)
     args.label = args.label or args.checkpoint
     return [eval_linear.read_checkpoint(Namespace(checkpoint=path, data=args.data))
-            for path, _ in zip(args.checkpoint, args.label, strict=True)]
+            for path in args.checkpoint]
 
 
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
