@@ -14,9 +14,9 @@ these flags ask for other things:
     --knn              20-NN alone                                             minutes
     --equivariance     equivariance after every block, alone                   minutes
 
---equivariance can be added to the flags of the four lines above it. Without --data, every
-line takes seconds, and images are not cropped. Equivariance of turns, after f1, is then always
-measured. If it is, the untrained encoder is evaluated, too, which doubles the time.
+Given with other flags of the table, --equivariance adds to what they measure. Without --data,
+every line takes seconds, images are not cropped, and equivariance of turns, after f1, is always
+measured. With equivariance, the untrained encoder is evaluated, too, which doubles the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
 this one, whose settings are cut short here:
@@ -164,6 +164,7 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, trained.encoder.cls_layer))]
 
+    # Tokens of an untrained encoder move with the image, too, so equivariance is read beside it.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
     checkpoints["trained"] = trained
 
@@ -256,12 +257,12 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
-        f1 = partial(map_after, encoder, block)
-        f1_with_jitter = partial(map_of_recoloured, encoder, block, ser.rng("jitter", element))
+        to_map = partial(map_after, encoder, block)
+        jittered = partial(map_of_recoloured, encoder, block, ser.rng("jitter", element))
         values = {
-            f"{element} cosine": cosine(f1, x, patch, element),
-            f"{element} retrieval": retrieval(f1, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(f1_with_jitter, images, patch, element)}
+            f"{element} cosine": cosine(to_map, x, patch, element),
+            f"{element} retrieval": retrieval(to_map, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(jittered, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -341,7 +342,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Both names are of training images, `crops` of random crops of them.
+        # These two names would read like the training images, and like random crops of them.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)

@@ -477,8 +477,9 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     chroma = value - x.amin(1, keepdim=True)
 
     divisor = torch.where(chroma == 0, 1, chroma)     # gray gets hue 0
-    hue = torch.where(value == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    hue = torch.where(value == r, (g - b) / divisor, hue)
+    hue = 4 + (r - g) / divisor                                      # if blue is the largest
+    hue = torch.where(value == g, 2 + (b - r) / divisor, hue)        # if green is
+    hue = torch.where(value == r, (g - b) / divisor, hue)            # if red is
 
     # From HSV to RGB, by the closed form of Wikipedia's "HSL and HSV": a channel is
     #     value - chroma max(0, min(1, k, 4 - k)),    k = (hue + offset) modulo 6,
@@ -636,7 +637,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient, as torch.distributed.nn's is deprecated."""
+    """`dist.all_gather` with a gradient. PyTorch has deprecated its own."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -886,8 +887,9 @@ def arguments() -> ArgumentParser:
     # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
     add("--heads", count, 6, "attention heads")
 
-    # SER. In the main setting, L_equiv acts where f1 ends. The paper's ablations move
-    # L_equiv or [CLS]. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # SER. Paper: layer 3, r = .01 and lambda = .5 are the best of its ablations (4.3, A.2),
+    # and tau is given in 3.3. In the main setting, L_equiv acts where f1 ends. The paper's
+    # ablations move L_equiv or [CLS]. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share. Otherwise, a token of b2 has few negatives.
@@ -1060,10 +1062,12 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 # `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
 # bring their own:
-#     build(args)                         what `SER` is: model(views) -> losses, model.base
-#     make_dataset(source, args)          what `two_view_dataset` returns
-#     make_optimizer(model, args)         what `adamw` returns
-#     schedule(optimizer, args, epoch)    called before every step
+#     build(args)                         makes the model, a module like `SER`. model(views)
+#                                         returns a dict of losses, of which `loss` is trained,
+#                                         and model.base is a base method (section 5)
+#     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
+#     make_optimizer(model, args)         makes the optimizer
+#     schedule(optimizer, args, epoch)    sets the rates of a step, before it
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""

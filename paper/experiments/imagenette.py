@@ -38,35 +38,36 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure with bars for each run: patches matched where the loss is, and accuracies."""
+    """A figure with bars for each run: patches matched after two blocks, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
-    blocks = sorted({row["block"] for row in rows})
-    panels = [(f"{element} retrieval with jitter", blocks[0], 100, f"matched, {moved}, %")
+    blocks = {row["block"] for row in rows}
+    first, last = min(blocks), max(blocks)
+    both = {-0.2: first, 0.2: last}     # by where their bars are
+    panels = [(f"{element} retrieval with jitter", 100, both, f"matched, {moved}, %")
               for element, moved in zip(ser.ELEMENTS, ("rotated", "flipped", "scaled"))]
-    panels += [("linear top-1 %", blocks[-1], 1, "accuracy, upright, %"),
-               ("turned linear top-1 %", blocks[-1], 1, "accuracy, rotated, %")]
+    panels += [("linear top-1 %", 1, {0: last}, "accuracy, upright, %"),
+               ("turned linear top-1 %", 1, {0: last}, "accuracy, rotated, %")]
 
     runs = sorted({row["run"] for row in rows} & set(NAMES),
                   key=lambda run: ("turned" in run, NAMES.index(run)))
     # Rows of rotated images were put in by hand: means of robustness.py over three angles.
-    panels = [panel for panel in panels
-              if all(sweep.select(rows, run, *panel[:2]) for run in runs)]
+    panels = [p for p in panels if all(sweep.select(rows, run, p[0], last) for run in runs)]
 
     heights = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
-    colors = ["tab:red" if "SER" in run else "darkgray" for run in runs]
+    colors = ["tab:red" if "SER" in run else "gray" for run in runs]
 
-    figure = Figure(figsize=(11, 2.4), layout="constrained")
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
     columns = figure.subplots(1, len(panels), sharey=True)
-    for axes, (measure, block, factor, title) in zip(columns, panels):
-        of_runs = [sweep.select(rows, run, measure, block) for run in runs]
-        values = [factor * mean(seeds.values()) for seeds in of_runs]
-
-        bars = axes.barh(heights, values, color=colors)
-        axes.bar_label(bars, fmt="%.1f", padding=3)
+    for axes, (measure, factor, bars, title) in zip(columns, panels):
+        for shift, block in bars.items():
+            of_runs = [sweep.select(rows, run, measure, block) for run in runs]
+            values = [factor * mean(seeds.values()) for seeds in of_runs]
+            drawn = axes.barh([height + shift for height in heights], values, 0.4, color=colors,
+                              alpha=0.5 if shift > 0 else 1)
+            axes.bar_label(drawn, fmt="%.1f", padding=3, fontsize="small")
         axes.set_title(title, fontsize="medium", loc="left")
-        axes.set(xlim=(0, 110), xticks=[])     # with room for numbers
-        axes.spines[:].set_visible(False)
+        axes.set(xlim=(0, 110), xticks=[], frame_on=False)     # with room for numbers
         axes.tick_params(length=0)
 
     axes.set_yticks(heights, [TITLES.get(run, run) for run in runs])     # shared by all panels

@@ -147,11 +147,12 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     assert (tmp_path / "figure.png").stat().st_size > 9999
 
     panels = imagenette.draw(rows_of("tiny")).axes
-    titles = [f"{kind} retrieval with jitter %, block 3" for kind in ("rot90", "hflip", "scale")]
-    titles += ["linear top-1 %, block 12", "turned linear top-1 %, block 12"]
+    titles = [[f"{kind} retrieval with jitter %, block {block}" for block in (3, 12)]
+              for kind in ("rot90", "hflip", "scale")]
+    titles += [["linear top-1 %, block 12"], ["turned linear top-1 %, block 12"]]
     runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
-    for axes, title in zip(panels, titles, strict=True):
-        wanted = [numbers(printed[title][run])[0] for run in runs]
+    for axes, of_panel in zip(panels, titles, strict=True):
+        wanted = [numbers(printed[title][run])[0] for title in of_panel for run in runs]
         assert [bar.get_width() for bar in axes.patches] == pytest.approx(wanted, abs=0.06)
     names = [label.get_text() for label in panels[0].get_yticklabels()]
     assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
