@@ -140,8 +140,9 @@ class OwnLoss(torch.nn.Linear):
 def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     images = torch.randint(256, (4, 3, 224, 224), generator=seeded()).to(torch.uint8)
     loader = [(([torch.zeros(1)], images), "labels")]
-    names = paste("import timm", loader=loader, your_views=lambda image: "views",
+    names = paste("import torch\\n", loader=loader, your_views=lambda image: "views",
                   your_loss=OwnLoss(1, 1))
+    names |= paste("import timm", **names)
     names["copies"] = Mock(wraps=names["copies"])
     unused = names["vit"].norm.weight     # by these losses
     unused.grad = torch.ones_like(unused)
