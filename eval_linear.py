@@ -174,21 +174,16 @@ def evaluate(args: Namespace) -> list[dict]:
     for name, checkpoint in checkpoints.items():
         encoder = checkpoint.encoder.to(device)
         own_rows = []
-        saved_head = {}
         if args.with_heads or args.knn:
-            own_rows, saved_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            own_rows, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            if head and name == "trained" and rank == 0:
+                save_head(path.parent, head, provenance(args, checkpoint, sets_text))
         if pairs:
             own_rows += equivariance_rows(encoder, sets.tests["val"], pairs)
 
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
-        if rank == 0:
-            if saved_head and name == "trained":
-                # The file name has a checksum of `origin`, so no other head is overwritten.
-                origin = provenance(args, checkpoint, sets_text)
-                checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
-                ser.save(path.with_name(f"head-{checksum}.pt"), **saved_head, **origin)
-            # The rows come last, as paper/experiments look for them to see if an evaluation ended.
+        if rank == 0:     # after the head, as paper/experiments take rows for the end
             add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
@@ -214,8 +209,8 @@ def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[lis
     # Choice: scores are among all classes. A set with fewer classes is also scored among
     # its own classes, as the authors of ImageNet-R do with its 200 classes.
     rows = []
+    all_classes = torch.arange(len(sets.classes), device=train.y.device)
     for name, test in tests.items():
-        all_classes = torch.arange(len(sets.classes), device=test.y.device)
         own_classes = test.y.unique()
         choices = [all_classes]
         if len(own_classes) < len(all_classes):
@@ -436,10 +431,10 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
+def train_heads(encoder: ser.ViT, sets: Sets, train: Features, val: Features,
                 args: Namespace, log: Path) -> tuple[nn.Sequential, float]:
     """Train a head for each rate of --lr; return the one that is best on val, and its rate.
-    centre: features of centre crops of the training images. All ranks train the same heads,
+    train: features of centre crops of the training images. All ranks train the same heads,
     from one seed, and share no gradient, as heads cost little."""
     x_val, y_val = val
     n_images = len(sets.train_centre)
@@ -462,7 +457,7 @@ def train_heads(encoder: ser.ViT, sets: Sets, centre: Features, val: Features,
     encoder_fingerprint = fingerprint(encoder)
     for epoch in tqdm(range(args.epochs), unit="epoch", disable=rank > 0):
         if args.cache or sets.train_random is None:
-            x_train, y_train = centre
+            x_train, y_train = train
         else:
             # Features are 8 GB (ViT-S, ImageNet), so the previous epoch's are freed first.
             x_train = None
@@ -669,6 +664,13 @@ def results_path(args: Namespace, name: str) -> Path:
     if not os.access(folder, os.W_OK):
         sys.exit(f"nothing can be written to {folder}: name another folder by --out")
     return folder / name
+
+
+def save_head(folder: Path, head: dict, origin: dict) -> None:
+    """Write a linear head and what made it, `origin`. The file name has a checksum of `origin`,
+    so no other head is overwritten."""
+    checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
+    ser.save(folder / f"head-{checksum}.pt", **head, **origin)
 
 
 def read_results(path: Path) -> dict:
