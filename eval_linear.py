@@ -18,17 +18,17 @@ Given with other flags of the table, --equivariance adds to what they measure. W
 every line takes seconds, images are not cropped, and equivariance of turns, after f1, is always
 measured. With equivariance, the untrained encoder is evaluated, too, which doubles the time.
 
-Results are rows of eval.json, in the folder of the checkpoint. The first command above wrote
-this one, whose settings are cut short here:
+Results are rows of eval.json, in the folder of the checkpoint. The file also has the training
+settings of all encoders. The first command above wrote this row, cut short here:
 
     {"weights": "8819ceaf7257fc34-2-3", "settings": {"data": "", ...},
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
 `weights` is a fingerprint of the encoder. `block` is the block whose features are read. Heads
-also read up to three blocks before it, if they have [CLS]. The file eval.jsonl has a line for each
-epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is empty, keeps two
-evaluations from writing at once. A stopped evaluation begins anew.
+also read the [CLS] of up to three blocks before it, where there is one. The file eval.jsonl has
+a line for each epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is
+empty, keeps two evaluations from writing at once. A stopped evaluation begins anew.
 """
 import fcntl
 import hashlib

@@ -253,7 +253,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
     this rank's batch as a list of items. The items of b1 come first. The last, incomplete
     batch of an epoch is dropped."""
     ranks, rank = ranks_and_rank()
-    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R, too
+    b1_total = args.batch_size - ranks * b2_per_rank(args, ranks)     # a multiple of R
     steps_per_epoch = n_images // args.batch_size
 
     for step in range(start, end):
@@ -725,7 +725,8 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
     # Choice, unlike 3.3, whose losses of b1 and b2 are apart: BatchNorm has statistics of both,
-    # as in the release. On several GPUs, `train` makes it a SyncBatchNorm, as MoCo-v3 does.
+    # which `encode_view` joins, as in the release. On several GPUs, `train` makes it a
+    # SyncBatchNorm, as MoCo-v3 does.
     layers = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -1128,6 +1129,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         bar.update(args.batch_size)
 
         # Log and save. A logged loss that is not finite ends the run, before weights are saved.
+        # The encoder is also saved apart, so that evaluations need not know the method.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
@@ -1229,7 +1231,7 @@ def synthetic_images(n: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
     """Exit with one sentence if settings do not fit each other, the images or ranks."""
-    size = args.batch_size
+    batch = args.batch_size
     b2_total = ranks * b2_per_rank(args, ranks)
     least_b2 = max(2, ranks)     # two images for L_equiv, and one on each rank
 
@@ -1241,15 +1243,15 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--cls-layer {args.cls_layer}: should be 0 or more, and below --depth")
     if max(args.equiv_layers, default=0) > args.depth:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
-    if size <= least_b2:
-        sys.exit(f"--batch-size {size}: should be above {least_b2}")
-    if size > n_images or size % ranks > 0:
-        largest = min(size, n_images) // ranks * ranks
-        sys.exit(f"--batch-size {size}: should be {largest}, or a smaller multiple of the {ranks} "
-                 f"ranks; there are {n_images} images")
-    if args.ratio > 0 and not least_b2 <= b2_total < size:
-        sys.exit(f"--ratio {args.ratio}: should be {least_b2 / size:.3g} to below 1, or 0; "
-                 f"now b2 has {b2_total} of {size} images")
+    if batch <= least_b2:
+        sys.exit(f"--batch-size {batch}: should be above {least_b2}")
+    if batch > n_images or batch % ranks > 0:
+        largest = min(batch, n_images) // ranks * ranks
+        sys.exit(f"--batch-size {batch}: should be {largest}, or a smaller multiple of the "
+                 f"{ranks} ranks; there are {n_images} images")
+    if args.ratio > 0 and not least_b2 <= b2_total < batch:
+        sys.exit(f"--ratio {args.ratio}: should be {least_b2 / batch:.3g} to below 1, or 0; "
+                 f"now b2 has {b2_total} of {batch} images")
 
 
 def print_plan(settings: Namespace, start: int) -> None:
@@ -1275,8 +1277,8 @@ def open_log(path: Path, settings: Namespace, start: int) -> tuple[TextIO, tqdm]
     log = open(path if rank == 0 else os.devnull, mode, buffering=1)     # line by line
     print(json.dumps(vars(settings)), file=log)
 
-    size = settings.batch_size
-    bar = tqdm(total=settings.steps * size, initial=start * size, disable=rank > 0,
+    batch = settings.batch_size
+    bar = tqdm(total=settings.steps * batch, initial=start * batch, disable=rank > 0,
                unit=" images", unit_scale=True)
     return log, bar
 
