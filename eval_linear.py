@@ -37,7 +37,6 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from contextlib import suppress
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
@@ -143,8 +142,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder at the start of the pre-training. For weights that
-    paper/experiments/convert.py wrote, it is a random encoder."""
+    """The encoder at the start of the pre-training, or a random encoder, if the weights come
+    from paper/experiments/convert.py, as their start is not known."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -164,7 +163,7 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, trained.encoder.cls_layer))]
 
-    # Tokens of an untrained encoder move with the image, too, so equivariance is read beside it.
+    # Tokens of untrained encoders move with the image, too, so equivariance is set beside.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
     checkpoints["trained"] = trained
 
@@ -175,9 +174,10 @@ def evaluate(args: Namespace) -> list[dict]:
         encoder = checkpoint.encoder.to(device)
         own_rows = []
         if args.with_heads or args.knn:
-            own_rows, head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
-            if head and name == "trained" and rank == 0:
-                save_head(path.parent, head, provenance(args, checkpoint, sets_text))
+            own_rows, saved_head = probe(encoder, sets, args, path.with_suffix(".jsonl"))
+            if saved_head and name == "trained" and rank == 0:
+                origin = provenance(args, checkpoint, sets_text)
+                save_head(path.parent, saved_head, origin)
         if pairs:
             own_rows += equivariance_rows(encoder, sets.tests["val"], pairs)
 
@@ -252,8 +252,15 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
-        to_map = partial(map_after, encoder, block)
-        jittered = partial(map_of_recoloured, encoder, block, ser.rng("jitter", element))
+        generator = ser.rng("jitter", element)
+
+        def to_map(x: Tensor) -> Tensor:
+            return map_after(encoder, block, x)
+
+        def jittered(images: Tensor) -> Tensor:
+            """Each call has other colours, as have the two maps of `retrieval`."""
+            return to_map(recolour_and_normalise(images, generator))
+
         values = {
             f"{element} cosine": cosine(to_map, x, patch, element),
             f"{element} retrieval": retrieval(to_map, x, patch, element),
@@ -283,7 +290,8 @@ class ClassFolder(ImageFolder):
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
 
-        self.known_classes = classes     # for `find_classes`, which the next line calls
+        # The next call asks `find_classes`. Empty folders end in a sentence, below.
+        self.known_classes = classes
         super().__init__(
             root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
         labels = set(self.targets)
@@ -337,7 +345,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # These two names would read like the training images, and like random crops of them.
+        # Rows call the training images `train`, and `crops` could be taken for their crops.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -609,13 +617,6 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
     return h
 
 
-def map_of_recoloured(encoder: ser.ViT, block: int, generator: torch.Generator,
-                      images: Tensor) -> Tensor:
-    """The token map of images in [0, 1], in other colours at each call. So the two maps that
-    `retrieval` compares have colours of their own."""
-    return map_after(encoder, block, recolour_and_normalise(images, generator))
-
-
 # ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. For an encoder, it ends in two
@@ -667,8 +668,8 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def save_head(folder: Path, head: dict, origin: dict) -> None:
-    """Write a linear head and what made it, `origin`. The file name has a checksum of `origin`,
-    so no other head is overwritten."""
+    """Write a linear head and what made it, `origin`. The file name has a checksum of
+    `origin`, so no other head is overwritten."""
     checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
     ser.save(folder / f"head-{checksum}.pt", **head, **origin)
 

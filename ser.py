@@ -87,10 +87,11 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 
 class Geometry(NamedTuple):
-    """The transform g of a view: a flip, then quarter turns, then a scaling. The scaling is kept
-    as the size that it leads to, so a map of view 1 is resized once, to the size of view 2."""
+    """A transform g, from the image to a view or from view 1 to view 2: a flip, then quarter
+    turns, then a scaling. The scaling is kept as the size that it leads to, so a map of view 1
+    is resized once, to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
-    turns: Tensor            # (B,) int64, counter-clockwise quarter turns; four are none
+    turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # of all maps after the scaling
 
 
@@ -113,8 +114,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
     # Paper: sides are whole numbers of tokens (3.2).
-    # Choice, unlike 4.1: areas leave [0.7, 1.3] a little, as sides are rounded, as in the
-    # release. Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Choice, unlike 4.1: as in the release, sides are rounded, so areas leave [0.7, 1.3] a
+    # little. Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -164,7 +165,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # not needed, but keeps the last digits of results in paper/
+    turned = turned.contiguous()     # the layout in memory decides the last digits of results
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -570,7 +571,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # As MoCo-v3 (4.1): Xavier's weights, where q, k and v count as three matrices.
+        # Paper: 4.1, as MoCo-v3. Xavier's weights, where q, k and v count as three matrices.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -723,7 +724,7 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 #                              view, and views are for a momentum encoder or a teacher
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
-    """MoCo-v3's MLP, without biases; its last BatchNorm has no affine parameters."""
+    """MoCo-v3's MLP. Its linear layers have no biases, its last BatchNorm no parameters."""
     # Choice, unlike 3.3, whose losses of b1 and b2 are apart: BatchNorm has statistics of both,
     # which `encode_view` joins, as in the release. On several GPUs, `train` makes it a
     # SyncBatchNorm, as MoCo-v3 does.
@@ -756,7 +757,7 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
-        # As MoCo-v3 (4.1), with its --stop-grad-conv1: the patch embedding stays random.
+        # Paper: 4.1, as MoCo-v3 with its --stop-grad-conv1. The patch embedding stays random.
         self.encoder = encoder
         self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
