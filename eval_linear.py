@@ -163,7 +163,7 @@ def evaluate(args: Namespace) -> list[dict]:
     elif not args.data:     # Choice: turns, after f1. A plain ViT has no f1, so after block 1.
         pairs = [("rot90", max(1, trained.encoder.cls_layer))]
 
-    # Tokens of untrained encoders move with the image, too, so equivariance is set beside.
+    # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
     checkpoints["trained"] = trained
 
