@@ -46,7 +46,7 @@ def test_the_split_is_that_of_the_list(args):
     assert [seen(item) for item in tests["val"]] == listed(VALIDATED, range(50))
     assert [seen(item) for item in train] == listed(others, [0])     # for k-NN and --cache
 
-    for flags in (["--test", "x=D"], ["--equivariance"]):
+    for flags in (["--val", "D"], ["--test", "x=D"], ["--equivariance"]):
         assert "--test" in sentence(bench3die.settings, ["--data=D", "--checkpoint=C", *flags])
     (gone := ser.Path(args.data, VALIDATED[0])).rename(gone.with_name("elsewhere"))
     assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)

@@ -88,7 +88,8 @@ def pasted_rank(rank, ranks, root):
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
         assert torch.is_autocast_enabled("cpu")
-        seen.append((x1.flatten(1).sum(1).tolist(), len(images1), torch.initial_seed()))
+        seeds = torch.initial_seed(), more[1].initial_seed()
+        seen.append((x1.flatten(1).sum(1).tolist(), len(images1), *seeds))
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
@@ -103,7 +104,7 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
     for (images1, *own1), (images2, *own2), epoch in zip(seen1, seen2, (0, 1), strict=True):
         seed = 2_000_000 + 1000 * epoch
-        assert (own1, own2) == ([8, seed], [8, seed + 1])
+        assert (own1, own2) == ([8, seed, 2000 + epoch], [8, seed + 1, 2000 + epoch])
         assert len({*images1, *images2}) == 36
     assert same(weights1, weights2)
 
@@ -160,8 +161,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     assert all(gradient.ne(0).any() for gradient in gradients)
 
     photos = torch.nn.functional.interpolate(torch.rand(4, 3, 14, 14), (224, 224))
-    names["images"] = names["photos"] = photos
-    names["copies"] = lambda images: images     # in colours of their own, few would be found
+    names |= dict(images=photos, photos=photos, copies=lambda x: x)     # with jitter, few match
     paste("from eval_linear", **names)
     assert 0.9 < float(capsys.readouterr().out) <= 1
     assert paste("def f2", **names)["embedding"].shape == (4, 384)

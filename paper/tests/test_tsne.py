@@ -12,7 +12,7 @@ TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
 
 @parametrize("flags, transform", [
-    ("--ready", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
+    ("--ready --label A B", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     saved = saved_pictures(monkeypatch)
     drawn = []
@@ -20,7 +20,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
     val = class_folders(tmp_path / "val", per_class=12, size=24)
     one, two = [toy_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    call(tsne, f"--data {val} --checkpoint {one} {two} --label A B --classes 4 --seed 2", flags)
+    call(tsne, f"--data {val} --checkpoint {one} {two} --classes 4 --seed 2", flags)
 
     class_folders(tmp_path / "root/train")
     assert "class folders" in sentence(call, tsne, f"--data {tmp_path}/root --checkpoint {one}")
@@ -41,4 +41,4 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
         places = TSNE(init="pca", metric="cosine", random_state=2).fit_transform(x)
         dots, = panel.collections
         assert dots.get_offsets().data == pytest.approx(places, rel=1e-3)
-        assert (panel.get_title(), *dots.get_array()) == (name, *colours.tolist())
+        assert (panel.get_title(), *dots.get_array()) == (name if flags else run, *colours.tolist())
