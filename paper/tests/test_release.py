@@ -28,7 +28,7 @@ def test_lambda_reaches_our_gradients_and_both_lambdas_see_the_same_images(capsy
     assert found["release", "encoder"] == "5 5 equal to the bit".split()
     assert found["release", "projector"][:2] == ["none", "none"]
     zero, large, verdict = found["ours", "projector"]
-    assert zero == "0" and float(large) > 100
+    assert zero == "0" and float(large) == pytest.approx(9680, rel=0.05)     # of these transforms
     assert verdict == found["ours", "encoder"][2] == "different"
 
 
