@@ -406,7 +406,7 @@ def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
     views = toy_views(pairs=3) + toy_views(step=1) + toy_views(seed=1)
     orders = {str(view.order) for view in views}
     turns = {str(view.geometry.turns) for view in views}
-    assert len(turns) == 10 and len(orders) > 6 and views[0].order.tolist() == [0, 2, 3, 1]
+    assert len(turns) == 10 and len(orders) > 6
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
