@@ -220,8 +220,9 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# ViewDataset seeds the global generators of Python and of PyTorch for each image. `train`
-# seeds PyTorch's for each step and rank, for methods that sample.
+# ViewDataset seeds the global generators of Python and of PyTorch for each image, whose views
+# are sampled one after the other. `train` seeds PyTorch's for each step and rank, for methods
+# that sample.
 
 
 def seed_of(*names: Any) -> int:

@@ -1298,7 +1298,7 @@ def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
     logits = torch.arange(8.0).repeat(5, 1)
     logits[:, 0] = 9     # of no class of the set
     logits[4, 5] = math.nan
-    labels = torch.tensor([7, 0, 3, 2, 5])     # the last is what topk guesses among nan
+    labels = torch.tensor([7, 0, 3, 2, 5])     # the last is the nan, which topk ranks highest
     assert eval_linear.accuracy(logits, labels, torch.arange(1, 8)) == approx((20, 40))
 
 

@@ -37,7 +37,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     moco = toy_checkpoint(tmp_path / "moco", seed=1, ratio=0, equiv_layers=[])
     ours = toy_checkpoint(tmp_path / "ser", seed=2, equiv_layers=[2])
     runs = f"--checkpoint {moco} {ours} --label MoCo-v3 SER"
-    call(correspondence, f"--data {val} --out {tmp_path}", runs)
+    call(correspondence, f"--data {val}", runs)
     (three, *_), = saved
 
     for number in range(3):
@@ -66,7 +66,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
     call(correspondence, f"--data {phone}", runs)
     assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights
-    assert {path.parent for _, path, _ in saved} == {tmp_path, tmp_path / "moco"}
+    assert {path.parent for _, path, _ in saved} == {tmp_path / "moco"}
     _, (one, _, made_by), _ = saved
     of_phone, of_class = [axes.images[0].get_array() for axes in (one.axes[0], three.axes[4])]
     assert (of_phone == of_class).all()

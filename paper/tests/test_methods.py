@@ -179,10 +179,9 @@ DEFAULTS = dict(     # what departs from ser.py in a run on ImageNet
     barlow_twins=dict(
         out="runs/barlow", weight=0.5, temperature=0.3, base_lr=1e-4, weight_decay=0.1,
         hidden=8192, off_diagonal=0.0051),
-    multicrop=dict(local_size=96, local_area=[0.05, 0.25]),
+    multicrop=dict(local_size=96, local_area=[0.05, 0.25]), augself=dict(weight=0.5),
     turned=dict(ratio=0.0, cls_layer=0, equiv_layers=[], turns_in_t=True),
-    augself=dict(weight=0.5), equimod=dict(weight=1.0, temperature=0.2),
-    stl=dict(weight=1.0, temperature=0.2),
+    equimod=dict(weight=1.0, temperature=0.2), stl=dict(weight=1.0, temperature=0.2),
     essl=dict(weight=1.0, local_size=96, local_area=[0.05, 0.14]))
 SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),

@@ -80,16 +80,15 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
 
 
 def pasted_rank(rank, ranks, root):
-    """What tells apart the images of a step, the numbers of images, the seed, and the weights."""
+    """What tells apart the images of a step, the seeds of crops and transforms, the weights."""
     ser.setup()
     forward = pasted.Model.forward
     seen = []
 
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
-        assert torch.is_autocast_enabled("cpu")
-        seeds = torch.initial_seed(), more[1].initial_seed()
-        seen.append((x1.flatten(1).sum(1).tolist(), len(images1), *seeds))
+        assert torch.is_autocast_enabled("cpu") and len(images1) == 8
+        seen.append((x1.flatten(1).sum(1).tolist(), torch.initial_seed(), more[1].initial_seed()))
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
@@ -104,7 +103,7 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
     for (images1, *own1), (images2, *own2), epoch in zip(seen1, seen2, (0, 1), strict=True):
         seed = 2_000_000 + 1000 * epoch
-        assert (own1, own2) == ([8, seed, 2000 + epoch], [8, seed + 1, 2000 + epoch])
+        assert (own1, own2) == ([seed, 2000 + epoch], [seed + 1, 2000 + epoch])
         assert len({*images1, *images2}) == 36
     assert same(weights1, weights2)
 

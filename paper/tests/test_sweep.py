@@ -99,7 +99,7 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
-    (sweep, "--list lambda --batch-size 256 --launcher 'x --nproc-per-node 8'", "--ratio"),
+    (sweep, "--list lambda --batch-size 256 --launcher x--nproc_per_node=8", "--ratio"),
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
     (imagenette, "--ratio 0", "--ratio 0: the run turned-control")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):

@@ -20,7 +20,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     monkeypatch.setattr(tsne, "plot", lambda _, x, *more: drawn.append(x) or plot(_, x, *more))
     val = class_folders(tmp_path / "val", per_class=12, size=24)
     one, two = [toy_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    call(tsne, f"--data {val} --checkpoint {one} {two} --classes 4 --seed 2", flags)
+    call(tsne, f"--data {val} --checkpoint {one} {two} --out {val} --classes 4 --seed 2", flags)
 
     class_folders(tmp_path / "root/train")
     assert "class folders" in sentence(call, tsne, f"--data {tmp_path}/root --checkpoint {one}")
@@ -34,7 +34,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     other, _ = {*range(6)} - {*labels}
     data.classes.pop(other)
     assert tsne.sample_classes(data, 4, 2).indices == sample.indices
-    (figure, _, _), = saved
+    (figure, _, _), = [each for each in saved if str(each[1].parent) == val]     # of --out
     for name, run, panel, x in zip("AB", (one, two), figure.axes, drawn, strict=True):
         features = eval_linear.cls_features(ser.load_encoder(run), torch.stack(images))
         torch.testing.assert_close(x, features[:, -16:])
