@@ -891,8 +891,7 @@ def arguments() -> ArgumentParser:
     add("--heads", count, 6, "attention heads")
 
     # SER. Paper: layer 3, r = .01 and lambda = .5 are the best of its ablations (4.3, A.2),
-    # and tau is given in 3.3. In the main setting, L_equiv acts where f1 ends. The paper's
-    # ablations move L_equiv or [CLS]. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
+    # and tau is given in 3.3. MoCo-v3 with our ViT is --ratio 0 --cls-layer 0.
     add("--cls-layer", int, 3, "last block of f1, after which [CLS] enters; 0: a plain ViT")
     add("--equiv-layers", count, [3], "blocks after which L_equiv acts", nargs="+")
     # Small batches need a larger share. Otherwise, a token of b2 has few negatives.
@@ -1065,9 +1064,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
 # `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
 # bring their own:
-#     build(args)                         makes the model, a module like `SER`. model(views)
-#                                         returns a dict of losses, of which `loss` is trained,
-#                                         and model.base is a base method (section 5)
+#     build(args)                         makes a module like `SER`, which returns a dict with
+#                                         `loss`, and whose `base` is that of section 5
 #     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
 #     make_optimizer(model, args)         makes the optimizer
 #     schedule(optimizer, args, epoch)    sets the rates of a step, before it

@@ -41,37 +41,35 @@ def draw(rows: list[dict]) -> Any:
     """A figure with bars for each run: patches matched after two blocks, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
-    blocks = {row["block"] for row in rows}
-    first, last = min(blocks), max(blocks)
-    both = {-0.2: first, 0.2: last}     # by where their bars are
-    panels = [(f"{element} retrieval with jitter", 100, both, f"matched, {moved}, %")
+    blocks = sorted({row["block"] for row in rows})
+    two = [(0.2, 1, blocks[0]), (-0.2, 0.5, blocks[-1])]     # shift and opacity of a block's bar
+    one = [(0, 1, blocks[-1])]
+    panels = [(f"{element} retrieval with jitter", 100, two, f"matched, {moved}, %")
               for element, moved in zip(ser.ELEMENTS, ("rotated", "flipped", "scaled"))]
-    panels += [("linear top-1 %", 1, {0: last}, "accuracy, upright, %"),
-               ("turned linear top-1 %", 1, {0: last}, "accuracy, rotated, %")]
+    panels += [("linear top-1 %", 1, one, "accuracy, upright, %"),
+               ("turned linear top-1 %", 1, one, "accuracy, rotated, %")]
 
     runs = sorted({row["run"] for row in rows} & set(NAMES),
                   key=lambda run: ("turned" in run, NAMES.index(run)))
     # Rows of rotated images were put in by hand: means of robustness.py over three angles.
-    panels = [p for p in panels if all(sweep.select(rows, run, p[0], last) for run in runs)]
+    panels = [p for p in panels if all(sweep.select(rows, run, p[0], blocks[-1]) for run in runs)]
 
-    heights = [number + 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # with a gap
+    heights = [-number - 0.5 * ("turned" in run) for number, run in enumerate(runs)]     # downwards
     colors = ["tab:red" if "SER" in run else "gray" for run in runs]
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     columns = figure.subplots(1, len(panels), sharey=True)
     for axes, (measure, factor, bars, title) in zip(columns, panels):
-        for shift, block in bars.items():
+        for shift, opacity, block in bars:
             of_runs = [sweep.select(rows, run, measure, block) for run in runs]
             values = [factor * mean(seeds.values()) for seeds in of_runs]
-            drawn = axes.barh([height + shift for height in heights], values, 0.4, color=colors,
-                              alpha=0.5 if shift > 0 else 1)
+            y = [height + shift for height in heights]
+            drawn = axes.barh(y, values, 0.4, color=colors, alpha=opacity)
             axes.bar_label(drawn, fmt="%.1f", padding=3, fontsize="small")
         axes.set_title(title, fontsize="medium", loc="left")
         axes.set(xlim=(0, 110), xticks=[], frame_on=False)     # with room for numbers
-        axes.tick_params(length=0)
 
     axes.set_yticks(heights, [TITLES.get(run, run) for run in runs])     # shared by all panels
-    axes.invert_yaxis()
     return figure
 
 

@@ -57,7 +57,8 @@ class Model(nn.Module):
 
     def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
-        z1, z2 = [self.head(self.vit(x)) for x in (x1, x2)]
+        z1 = self.head(self.vit(x1))
+        z2 = self.head(self.vit(x2))
         inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
 
         g1 = ser.sample_rank_geometry(len(images1), 8, shared)
@@ -129,13 +130,14 @@ def evaluate(model: Model, args: Namespace) -> None:
     images = torch.stack([image for image, _ in val])[::8].to(model.vit.cls_token.device)
     generator = ser.rng("jitter", "rot90")
 
-    def jittered(x):
+    def f1_with_jitter(x):
         return model.f1(eval_linear.recolour_and_normalise(x, generator))
 
     row = vars(args) | {
         "val": eval_linear.describe_sets({"every eighth of val": val}),
         "rot90 retrieval": eval_linear.retrieval(model.f1, ser.normalise(images / 255), patch=8),
-        "rot90 retrieval with jitter": eval_linear.retrieval(jittered, images / 255, patch=8)}
+        "rot90 retrieval with jitter":
+            eval_linear.retrieval(f1_with_jitter, images / 255, patch=8)}
 
     encoder = eval_linear.results_path(args, "encoder.pt")
     if ser.ranks_and_rank()[1] == 0:
