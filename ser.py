@@ -1065,7 +1065,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 # `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
 # bring their own:
 #     build(args)                         makes a module like `SER`, which returns a dict with
-#                                         `loss`, and whose `base` is that of section 5
+#                                         `loss`, and has a base method as `base`
 #     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
 #     make_optimizer(model, args)         makes the optimizer
 #     schedule(optimizer, args, epoch)    sets the rates of a step, before it
