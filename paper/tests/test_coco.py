@@ -58,8 +58,8 @@ def test_a_small_detector_finds_squares(tmp_path, capsys):
                for i, (category, side) in enumerate(kinds)]
     write_split(tmp_path, "train2017", objects)
     write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
-    line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 2"
-    call(coco, line, "--base-lr 3e-3")
+    line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 3"
+    call(coco, line, "--base-lr 2e-3")
 
     assert "0.242   0.428   0.244" in capsys.readouterr().out     # the paper's SER
     found = values(tmp_path / "coco.json", set="val2017", classes=2, ranks=1)
@@ -69,7 +69,7 @@ def test_a_small_detector_finds_squares(tmp_path, capsys):
 
     index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
     index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
-    assert "coco_boxes" in sentence(call, coco, line, "--base-lr 3e-3")
+    assert "coco_boxes" in sentence(call, coco, line, "--base-lr 2e-3")
     for name in ("train2017", "val2017"):     # first one, then both
         index = tmp_path / f"annotations/instances_{name}.json"
         index.write_text(index.read_text().replace('"id": 90}', '"id": 0}'))
