@@ -1168,16 +1168,6 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
-def more_than_8_bits(image: Image.Image) -> bool:
-    """Whether channels of an opened image have 16 bits or more, which Pillow would cut to 8."""
-    # Gray images show it in their mode, such as "I;16". Colour images show it only in the file
-    # format: "RGB;16B", or 65535 as the largest value of a PPM, or the tag 258 of a TIFF.
-    formats = str([tile[3] for tile in image.tile])
-    deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
-    bits = getattr(image, "tag_v2", {}).get(258, (8,))
-    return deep or max(bits) > 8 or image.mode.startswith(("I", "F"))
-
-
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB."""
     # EXIF flags are ignored, as by torchvision's ImageFolder, which MoCo-v3 takes.
@@ -1185,7 +1175,10 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            if animated or more_than_8_bits(image):
+            # The mode of gray images names the 16 bits that Pillow would clip to 8, as in
+            # "I;16". In colour, only the layout of the file names them, as in "RGB;16B".
+            deep = image.mode.startswith(("I", "F")) or ";16" in str(image.tile)
+            if animated or deep:
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path
