@@ -67,7 +67,7 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN alone; with heads, it is measured anyway")
+    add("--knn", action="store_true", help="20-NN alone; heads have it beside them anyway")
     add("--equivariance", action="store_true",
         help="equivariance after every block, alone or beside what other flags ask for")
     # Choice: the release has 1, 3 and 10. Few classes or weak features need lower ones.
@@ -183,7 +183,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
-        if rank == 0:     # after the head, as paper/experiments take rows for the end
+        if rank == 0:     # last, as sweeps take an evaluation with rows for finished
             add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
@@ -261,6 +261,8 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
             """Each call has other colours, as have the two maps of `retrieval`."""
             return to_map(recolour_and_normalise(images, generator))
 
+        # The mean colour of a patch is enough to find most turned tokens. So retrieval is
+        # measured with jitter, too, where colours differ.
         values = {
             f"{element} cosine": cosine(to_map, x, patch, element),
             f"{element} retrieval": retrieval(to_map, x, patch, element),

@@ -404,7 +404,7 @@ def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View
     """Move b2 by rho_g1 in view 1 and by rho_g2 in view 2, and jitter all images.
 
     loaded: for each view, pixels (B, 3, S, S) uint8 of b1, then b2, on the device, and their
-        Augmentation on the CPU. So finding what to blur needs no wait for the GPU."""
+        Augmentation on the CPU."""
     ranks, _ = ranks_and_rank()
     n_b2 = b2_per_rank(args, ranks)
     views = []
@@ -462,6 +462,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
 
     x = torch.where(per_image(aug.gray, x), rgb_to_grayscale(x), x)
 
+    # `aug` is on the CPU, so looking for what to blur does not wait for the GPU.
     to_blur = aug.blur.nonzero().flatten().to(x.device, non_blocking=True)
     if len(to_blur) > 0:
         x[to_blur] = gaussian_blur(x[to_blur], per_image(aug.blur, x)[to_blur])
@@ -497,7 +498,8 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a call have one radius, about three times sigma's upper limit.
+    # Choice: all kernels of a call have one radius, about three times sigma's upper limit in a
+    # view of this size. It suffices for b2, whose longer side keeps 12 of 14 tokens or more.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -622,6 +624,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
     if view.b2 is None:
         return encoded_b1.cls, {}
     encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
+
+    # Choice, unlike 3.3, where b1 and b2 have losses of their own: they are joined, as in the
+    # release. So BatchNorm, which the heads of a base method may have, sees both together.
     return torch.cat([encoded_b1.cls, encoded_b2.cls]), encoded_b2.maps
 
 
@@ -726,9 +731,6 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 #     base.update(progress)    called by `train` before every step, with step / steps
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP. Its linear layers have no biases, its last BatchNorm no parameters."""
-    # Choice, unlike 3.3, whose losses of b1 and b2 are apart: BatchNorm has statistics of both,
-    # which `encode_view` joins, as in the release. On several GPUs, `train` makes it a
-    # SyncBatchNorm, as MoCo-v3 does.
     layers = []
     for fan_in, fan_out in pairwise(widths):
         layers += [
@@ -772,8 +774,8 @@ class MoCoV3(nn.Module):
         m = 1 - (1 - self.momentum) * 0.5 * (1 + math.cos(math.pi * progress))
         for slow, fast in ((self.momentum_encoder, self.encoder),
                            (self.momentum_projector, self.projector)):
-            for old, new in zip(slow.parameters(), fast.parameters()):
-                old.lerp_(new, 1 - m)     # old <- m old + (1 - m) new
+            for p_slow, p_fast in zip(slow.parameters(), fast.parameters()):
+                p_slow.lerp_(p_fast, 1 - m)     # p_slow <- m p_slow + (1 - m) p_fast
 
     @torch.no_grad()
     def key(self, view: View) -> Tensor:
@@ -814,7 +816,7 @@ class SER(nn.Module):
         # ranks, b1 has 2,024 images and b2 has 24. In a separate loss, an image of b2
         # would have 24 keys, and would weigh 2,024 / 24 = 84 times as much as one of b1.
         inv = self.base(views, [cls1, cls2])
-        if view1.b2 is None:
+        if view1.b2 is None:     # --ratio 0, with which `parse` leaves no layers either
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
@@ -1062,13 +1064,12 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# `train` is given four functions. Its defaults are those of `python ser.py`, and other methods
-# bring their own:
+# Other methods give `train` functions of their own, in place of its defaults:
 #     build(args)                         makes a module like `SER`, which returns a dict with
 #                                         `loss`, and has a base method as `base`
 #     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
 #     make_optimizer(model, args)         makes the optimizer
-#     schedule(optimizer, args, epoch)    sets the rates of a step, before it
+#     schedule(optimizer, args, epoch)    called before each step, sets its learning rates
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
@@ -1082,7 +1083,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
 
     # Model and optimizer.
     model = build(args).to(device)
-    if ranks > 1 and device.type == "cuda":     # CPUs have no SyncBatchNorm
+    if ranks > 1 and device.type == "cuda":     # as MoCo-v3 does; CPUs have no SyncBatchNorm
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
     # Given device_ids, DDP would copy the geometry and augmentations to the GPU, too.
