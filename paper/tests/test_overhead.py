@@ -47,7 +47,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
         overhead.time_loader(parsed(overhead, line))
     assert theirs.call_count == ours.call_count == 2 * 2 * 3
     threads.assert_called_with(1)     # of one core
-    assert not any(call.args[2] for call in ours.call_args_list)     # crops, as those of b1
+    assert {(call.args[1].size, call.args[2]) for call in ours.call_args_list} == {(224, False)}
     drawn = [made.args[0].transforms[1:5] for made in theirs.call_args_list]
     assert {jitter.transforms[0].hue for jitter, *_ in drawn} == {(-0.1, 0.1)}
     shares = {tuple(change.p for change in changes) for changes in drawn}

@@ -11,7 +11,7 @@ timm = pytest.importorskip("timm")
 import eval_linear
 import ser
 from paper.experiments import pasted, sweep
-from paper.tests.toys import CLASSES, class_folders, having, readme_table
+from paper.tests.toys import CLASSES, class_folders, having, readme_table, train_and_val
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
@@ -80,7 +80,7 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
 
 
 def pasted_rank(rank, ranks, root):
-    """What tells apart the images of a step, the seeds of crops and transforms, the weights."""
+    """What tells apart the images of a step, the seeds, the draws of transforms, the weights."""
     ser.setup()
     forward = pasted.Model.forward
     seen = []
@@ -88,30 +88,32 @@ def pasted_rank(rank, ranks, root):
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
         assert torch.is_autocast_enabled("cpu") and len(images1) == 8
-        seen.append((x1.flatten(1).sum(1).tolist(), torch.initial_seed(), more[1].initial_seed()))
+        shared = more[1].initial_seed(), more[1].get_state().sum().item()
+        seen.append((x1.flatten(1).sum(1).tolist(), torch.initial_seed(), *shared))
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
     pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
-    _, model = train(root, 0.1, "--seed", "2", batch=36)
+    _, model = train(root, 0.1, "--seed", "2", batch=18)
     return seen, model.state_dict()
 
 
 def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
-    class_folders(tmp_path / "train", per_class=6)
-    class_folders(tmp_path / "val")
+    train_and_val(tmp_path, 6, 2)
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
-    for (images1, *own1), (images2, *own2), epoch in zip(seen1, seen2, (0, 1), strict=True):
+    for (images1, *own1, _), (images2, *own2, _), epoch in zip(seen1, seen2, (0, 0, 1, 1)):
         seed = 2_000_000 + 1000 * epoch
         assert (own1, own2) == ([seed, 2000 + epoch], [seed + 1, 2000 + epoch])
-        assert len({*images1, *images2}) == 36
+        assert len({*images1, *images2}) == 18
+    assert seen1[0][0] != seen1[2][0] and len({draws for *_, draws in seen1}) == 4
     assert same(weights1, weights2)
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     model = pasted.Model()
     x1, x2, *copies = noise(4, 5, 3, 64, 64)
-    z1, z2 = [model.head(model.vit(x)) for x in (x1, x2)]
+    first, _, last = model.head
+    z1, z2 = [last(first(model.vit(x)).relu()) for x in (x1, x2)]
     inv = slow_info_nce(z1, z2, 0.2) + slow_info_nce(z2, z1, 0.2)
     g1, g2 = [ser.sample_geometry(5, 8, generator=shared) for shared in 2 * [seeded()]]
     h1, h2 = [model.f1(ser.rho(g, x, 8)) for g, x in zip((g1, g2), copies)]

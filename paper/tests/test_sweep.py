@@ -52,7 +52,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
     assert " 69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
-    assert "| blocks read by heads | 3 | 2 | 2 |" in told     # of [CLS], which enters late
+    assert "| blocks read by heads | 3 | 2 | 2 |\n| linear top-1 %, block 3 | " in told
     out = tmp_path / "runs"
     written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
     evaluation = out / "SER-5/eval.json"
@@ -100,6 +100,7 @@ def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
     (sweep, "--list lambda --batch-size 256 --launcher x--nproc_per_node=8", "--ratio"),
+    (sweep, "--list lambda --batch-size 256 --launcher x--nproc-per-node=8", "--ratio"),
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
     (imagenette, "--ratio 0", "--ratio 0: the run turned-control")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):

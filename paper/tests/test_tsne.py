@@ -5,7 +5,7 @@ from torchvision.transforms import v2
 import eval_linear
 import ser
 from paper.evaluations import tsne
-from paper.tests.toys import call, class_folders, saved_pictures, toy_checkpoint
+from paper.tests.toys import call, class_folders, parsed, saved_pictures, toy_checkpoint
 from test_ser import parametrize, sentence
 
 TSNE = pytest.importorskip("sklearn.manifold").TSNE
@@ -30,6 +30,7 @@ def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     classes, colours = torch.tensor(labels).unique(return_inverse=True)
     assert (len(classes), len(sample)) == (4, 48)
     assert sample.indices != tsne.sample_classes(data, 4, 0).indices
+    assert parsed(tsne, "--data D --checkpoint C").classes == 20     # as the paper
     assert "--classes 99" in sentence(tsne.sample_classes, data, 99, 0)
     other, _ = {*range(6)} - {*labels}
     data.classes.pop(other)

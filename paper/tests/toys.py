@@ -32,17 +32,14 @@ def split(*words):
 
 
 def parsed(module, *words):
-    """The settings of a script's command line."""
     return module.settings(split(*words))
 
 
 def run_main(experiment, *words):
-    """Run sweep.py or imagenette.py as by its command line."""
     experiment.main(parsed(experiment, *words))
 
 
 def call(evaluation, *words):
-    """Run an evaluation as by its command line."""
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
@@ -82,7 +79,6 @@ def become_rank(monkeypatch, rank):
 
 
 def having(rows, **keys):
-    """The rows with these entries."""
     return [row for row in rows if keys.items() <= row.items()]
 
 
@@ -103,7 +99,6 @@ def table_of(text):
 
 
 def readme_table(readme, header):
-    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
@@ -123,5 +118,4 @@ def train_and_val(root, n_train, n_val, size=20, seed=6):
 
 
 def images_in(folder):
-    """The images of class folders, at 16 pixels."""
     return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
