@@ -703,6 +703,7 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
     paths = sorted(map(str, folder.rglob("*.png")))
     keys = ser.batch_items(43, plain_run.args, 0, 7)
     n_b1 = 5 if plain_run.args.ratio else 8
+    assert len({str(view.order) for pair in plain_run.views for view in pair}) > 4     # 2 each epoch
     for own, pair in zip(keys, plain_run.views, strict=True):
         _, places, in_b2 = zip(*own)
         assert in_b2 == tuple(i >= n_b1 for i in range(8))
@@ -771,14 +772,12 @@ def test_views_png_shows_view_1_moved_onto_view_2(monkeypatch):
 
 
 # ==== 7. Settings =======================================================================
-PAPER = ("--image-size 224 --patch-size 16 --dim 384 --depth 12 --heads 6 --cls-layer 3 "
-         "--equiv-layers 3 --ratio .01 --weight .5 --temperature .3 --group rot90 hflip scale "
-         "--moco-hidden 4096 --crop-min .08 --batch-size 2048 --epochs 100 --warmup-epochs 10 "
-         "--base-lr 3e-4 --weight-decay .1 --seed 0 --workers 8 --log-every 20 --save-every 0 "
-         "--out runs/ser")
-SMALL = ("--image-size 32 --patch-size 4 --dim 64 --depth 4 --heads 2 --ratio .25 "
-         "--moco-hidden 512 --crop-min .3 --batch-size 64 --epochs 3 --warmup-epochs .5 "
-         "--base-lr 8e-3 --workers 0")
+PAPER = """--image-size 224 --patch-size 16 --dim 384 --depth 12 --heads 6 --cls-layer 3
+    --equiv-layers 3 --ratio .01 --weight .5 --temperature .3 --group rot90 hflip scale
+    --moco-hidden 4096 --crop-min .08 --batch-size 2048 --epochs 100 --warmup-epochs 10 --seed 0
+    --base-lr 3e-4 --weight-decay .1 --workers 8 --log-every 20 --save-every 0 --out runs/ser"""
+SMALL = """--image-size 32 --patch-size 4 --dim 64 --depth 4 --heads 2 --ratio .25 --crop-min .3
+    --batch-size 64 --epochs 3 --warmup-epochs .5 --base-lr 8e-3 --moco-hidden 512 --workers 0"""
 
 
 @parametrize("data, wanted", [("--data imagenet", PAPER), ("", f"{PAPER} {SMALL}")])
