@@ -703,7 +703,7 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
     paths = sorted(map(str, folder.rglob("*.png")))
     keys = ser.batch_items(43, plain_run.args, 0, 7)
     n_b1 = 5 if plain_run.args.ratio else 8
-    assert len({str(view.order) for pair in plain_run.views for view in pair}) > 4     # 2 each epoch
+    assert len({str(view.order) for pair in plain_run.views for view in pair}) > 4
     for own, pair in zip(keys, plain_run.views, strict=True):
         _, places, in_b2 = zip(*own)
         assert in_b2 == tuple(i >= n_b1 for i in range(8))
@@ -887,7 +887,6 @@ def whole_run(folder, tmp_path_factory):
 def killed_run(_, folder, out):
     def sync(file):
         if Path(out, "last.pt").exists():
-            assert os.path.getsize(file) == os.path.getsize(f"{out}/last.pt")     # all is written
             os.ftruncate(file, 9)
             os.kill(os.getpid(), signal.SIGKILL)
 
