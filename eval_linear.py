@@ -67,9 +67,9 @@ def arguments() -> ArgumentParser:
     add("--out", default="", help="folder of the results; none: that of the checkpoint")
     add("--cache", action="store_true", help="heads on one centre crop of each image")
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
-    add("--knn", action="store_true", help="20-NN alone; heads have it beside them anyway")
+    add("--knn", action="store_true", help="20-NN without heads; no effect with --cache or --mlp")
     add("--equivariance", action="store_true",
-        help="equivariance after every block, alone or beside what other flags ask for")
+        help="equivariance after every block; without other flags of measures, it alone")
     # Choice: the release has 1, 3 and 10. Few classes or weak features need lower ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
@@ -254,19 +254,19 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
     for element, block in pairs:
         generator = ser.rng("jitter", element)
 
-        def to_map(x: Tensor) -> Tensor:
-            return map_after(encoder, block, x)
+        def to_map(normalised: Tensor) -> Tensor:
+            return map_after(encoder, block, normalised)
 
-        def jittered(images: Tensor) -> Tensor:
+        def jittered_to_map(photos: Tensor) -> Tensor:
             """Each call has other colours, as have the two maps of `retrieval`."""
-            return to_map(recolour_and_normalise(images, generator))
+            return to_map(recolour_and_normalise(photos, generator))
 
         # The mean colour of a patch is enough to find most turned tokens. So retrieval is
         # measured with jitter, too, where colours differ.
         values = {
             f"{element} cosine": cosine(to_map, x, patch, element),
             f"{element} retrieval": retrieval(to_map, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(jittered, images, patch, element)}
+            f"{element} retrieval with jitter": retrieval(jittered_to_map, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -287,7 +287,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         root = str(Path(root))     # without a slash at its end
         if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; eval_linear.py's --val names another")
+            sys.exit(f"{root} is no folder of class folders; --val names another one for val")
 
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
@@ -347,7 +347,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Rows call the training images `train`, and `crops` could be taken for their crops.
+        # In rows, these names would be taken for the training images and their crops.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -542,7 +542,7 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
     from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2, whose g also undoes the scaling of g1: the scaling of g2 alone.
+    # Choice, unlike A.2: g has the scaling of g2 alone, and does not undo that of g1.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         grid = images.shape[-1] // patch

@@ -28,10 +28,10 @@ Sections 1 to 6 are the method. The lines of Algorithm 1 up to the loss, and wha
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers such as (3.1) are sections of the paper. Section 4.1 names AdamW, the batch, the
-epochs, the warmup, the cosine and the range of the scaling, and keeps MoCo-v3's other settings.
-We take these settings from MoCo-v3's code and the ViT-S commands of its CONFIG.md, except
-where a comment says otherwise.
+Numbers with a dot, such as 3.1, are sections of the paper. Sections without, such as section 2,
+are of this file. The paper's 4.1 names AdamW, the batch, the epochs, the warmup, the cosine
+and the range of the scaling, and keeps MoCo-v3's other settings. We take these settings from
+MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
@@ -88,8 +88,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 class Geometry(NamedTuple):
     """A transform g, from the image to a view or from view 1 to view 2: a flip, then quarter
-    turns, then a scaling. The scaling is kept as the size that it leads to, so a map of view 1
-    is resized once, to the size of view 2."""
+    turns, then a scaling. Choice: this order. The scaling is kept as the size that it leads to,
+    so a map of view 1 is resized once, to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # of all maps after the scaling
@@ -346,7 +346,8 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of `pixels`, also for b2, which `rho` resizes later.
+        # Choice: sigma scales with the side of `pixels`, also for b2, although `rho` resizes b2
+        # before it is blurred.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -498,8 +499,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
     B, _, h, w = x.shape
 
-    # Choice: all kernels of a call have one radius, about three times sigma's upper limit in a
-    # view of this size. It suffices for b2, whose longer side keeps 12 of 14 tokens or more.
+    # Choice: all kernels of a call have one radius, about three times sigma's upper limit.
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -732,12 +732,13 @@ def equiv_of_maps(project: nn.Module, g: Geometry, h1: Tensor, h2: Tensor,
 def mlp(*widths: int) -> nn.Sequential:
     """MoCo-v3's MLP. Its linear layers have no biases, its last BatchNorm no parameters."""
     layers = []
-    for fan_in, fan_out in pairwise(widths):
+    for fan_in, fan_out in pairwise(widths[:-1]):
         layers += [
             nn.Linear(fan_in, fan_out, bias=False),
             nn.BatchNorm1d(fan_out),
             nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(widths[-1], affine=False))
+    layers += [nn.Linear(*widths[-2:], bias=False), nn.BatchNorm1d(widths[-1], affine=False)]
+    return nn.Sequential(*layers)
 
 
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
@@ -816,7 +817,7 @@ class SER(nn.Module):
         # ranks, b1 has 2,024 images and b2 has 24. In a separate loss, an image of b2
         # would have 24 keys, and would weigh 2,024 / 24 = 84 times as much as one of b1.
         inv = self.base(views, [cls1, cls2])
-        if view1.b2 is None:     # --ratio 0, with which `parse` leaves no layers either
+        if view1.b2 is None:     # --ratio 0, for which `parse` leaves no layers either
             return {"loss": inv, "inv": inv.detach()}
 
         # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
@@ -1048,9 +1049,10 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     if state is None:
         return 0
 
-    # Folders may have moved with the same images, and a run may move to another device with the
-    # same --bf16. Numbers of workers, and of steps between logs or saves, change no result.
-    may_differ = ("data", "out", "device", "workers", "log_every", "save_every")
+    may_differ = (
+        "data", "out",     # folders may move, as the names of the images are compared
+        "device",          # with another default of --bf16, which is compared
+        "workers", "log_every", "save_every")     # they change no result
     saved = state["settings"]
     differ = [
         f"{name} {saved.get(name)} (now {settings.get(name)})"
