@@ -115,10 +115,10 @@ def test_the_views_are_two_global_ones_and_then_local_crops(name, crops, blur):
         assert f"--local-size {size}: " in sentence(parse, ["--local-size", size])
 
 
-@parametrize("name", SCRIPTS)
-def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name):
+@parametrize("name, flags", [*zip(SCRIPTS, [""] * 9), *zip(ADDONS, ["--layer 2"] * 4)])
+def test_the_second_loss_reaches_the_encoder_and_both_all_that_is_trained(name, flags):
     """And nothing else, as DDP demands. MoCo-v3's patch embedding stays random."""
-    model, views = toy_on_views(name)
+    model, views = toy_on_views(name, flags)
     model.base.update(0.5)
     weight = model.base.encoder.blocks[0].attn.qkv.weight
     found = []

@@ -17,8 +17,7 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
         alone = data.sample_views(square, keys[place])
         with_first = data.sample_views(square, keys[place // 2 * 2])
         for view, (image, aug), (_, own) in zip(found[place], with_first, alone):
-            if own.flip != aug.flip:
-                image = image.flip(-1)
+            image = image.flip(-1) if own.flip != aug.flip else image
             wanted = aug._replace(flip=own.flip, blur=own.blur, solarize=own.solarize)
             assert same(view, (image, wanted)), place
 

@@ -10,10 +10,10 @@ def test_views_of_b1_are_those_of_ser_and_turned_and_those_of_b2_are_not():
     data = turned.dataset(images, args)
 
     turns = []
-    for index in range(8):
-        item = 3, index, False
+    for number in range(16):
+        item = epoch, index, _ = number // 8, number % 8, False
         for (x, aug), (y, own) in zip(plain[item], data[item]):
             assert aug == own
             turns.append([equal(x.rot90(t, (1, 2)), y) for t in range(4)].index(True))
-        assert equal(plain[3, index, True][0][0], data[3, index, True][0][0])
-    assert set(turns) == {0, 1, 2, 3} and turns[::2] != turns[1::2]
+        assert equal(plain[epoch, index, True][0][0], data[epoch, index, True][0][0])
+    assert set(turns) == {0, 1, 2, 3} and turns[::2] != turns[1::2] and turns[:16] != turns[16:]
