@@ -1014,6 +1014,7 @@ def test_the_batch_is_compared_with_the_ranks(folder, tmp_path, monkeypatch):
 @parametrize("kind, ranks, synced", [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)])
 def test_batch_norm_is_that_of_all_gpus(kind, ranks, synced, folder, tmp_path, monkeypatch):
     def stop(path, settings, model, optimizer):
+        assert settings["b2"] == (4 if ranks == 2 else 3)     # 3.2 of 8, or 1.6 a rank
         sys.exit(repr(model).replace("\n", ""))
 
     monkeypatch.setattr(ser, "setup", lambda: torch.device(kind))
@@ -1021,7 +1022,7 @@ def test_batch_norm_is_that_of_all_gpus(kind, ranks, synced, folder, tmp_path, m
     monkeypatch.setattr(ser, "resume", stop)
     monkeypatch.setattr(nn.Module, "to", lambda model, device: model)
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model: model)
-    modules = sentence(ser.train, toy(folder, tmp_path))
+    modules = sentence(ser.train, toy(folder, tmp_path, ratio=0.4))
     assert ("SyncBatchNorm(" in modules, "BatchNorm1d(" in modules) == (synced, not synced)
 
 
