@@ -21,8 +21,7 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     others = vit.state_dict() | {"blocks.0.ls1.gamma": torch.ones(24)}     # no plain ViT's
     pytest.raises(RuntimeError, convert.from_timm, others, heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
-    if heads == 4:
-        state = {"model": state}
+    state = {"model": state} if heads == 4 else state
     if heads > 6:
         moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
         moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}

@@ -1,5 +1,5 @@
 import ser
-from paper.tests.test_methods import toy_on_views
+from paper.tests.test_methods import check_gradients, toy_on_views
 from test_ser import close, slow_info_nce
 
 
@@ -19,3 +19,4 @@ def test_l_inv_sums_the_ten_pairs_and_l_equiv_the_global_and_the_two_local_pairs
     plain.projectors = model.projectors
     equiv = sum(plain(views[start:start + 2])["equiv"] for start in (0, 2, 4))
     close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv})
+    check_gradients(base(views, cls), inv, cls)
