@@ -1051,7 +1051,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
     may_differ = (
         "data", "out",     # folders may move, as the names of the images are compared
-        "device",          # with another default of --bf16, which is compared
+        "device",          # may change the default of --bf16, which is compared
         "workers", "log_every", "save_every")     # they change no result
     saved = state["settings"]
     differ = [
