@@ -165,7 +165,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
-    checkpoints["trained"] = trained
+    checkpoints["trained"] = trained     # the last, so its rows mean that all is done
 
     _, rank = ser.ranks_and_rank()
     sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
@@ -183,7 +183,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
-        if rank == 0:     # last, as sweeps take an evaluation with rows for finished
+        if rank == 0:     # after the head
             add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
@@ -292,7 +292,7 @@ class ClassFolder(ImageFolder):
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)
 
-        # The next call asks `find_classes`. Empty folders end in a sentence, below.
+        # ImageFolder calls `find_classes`, which needs this. Empty folders are refused below.
         self.known_classes = classes
         super().__init__(
             root, transform, loader=ser.read_image, is_valid_file=is_image, allow_empty=True)
@@ -347,7 +347,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # In rows, these names would be taken for the training images and their crops.
+        # Rows call the training images `train`. A set `crops` would look like their crops.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)

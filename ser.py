@@ -165,7 +165,7 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # the layout in memory decides the last digits of results
+    turned = turned.contiguous()     # `where` keeps a layout, by which later sums are rounded
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -208,10 +208,16 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 
 # ==== 2. The batch: b1, b2 and their views (paper 3.2) ================================
 # The partition of Algorithm 1: of a batch in random order, the first images are b1 and the
-# rest are b2. Each rank takes its part of both. `args` are the flags of section 7.
+# rest are b2. Each rank takes its part of both. `args` are the flags of section 7. The path of
+# a batch:
 #
-# All that is random comes from these seeds, so a run can be repeated, on a CPU bit for
-# bit if the ranks, the threads and the PyTorch version are the same.
+#     batch_items    an Item for each image of this rank
+#     ViewDataset    in the loader: reads an image and, for each view, crops it, if it is of b1,
+#                    and samples the strength of the photometric jitter
+#     make_views     on the device, where this is much faster: moves b2 by rho, jitters b1 and b2
+#
+# All that is random in a run comes from these seeds, so a run can be repeated, on a CPU bit
+# for bit if the ranks, the threads and the PyTorch version are the same.
 #
 #     the first weights                 --seed
 #     the order of the images           --seed and epoch
@@ -282,9 +288,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 #     blur               P_BLUR       the same                    jitter_and_normalise
 #     solarization       P_SOLARIZE   the same                    jitter_and_normalise
 #
-# The last four are the photometric jitter. In the loader, `sample_view` crops and flips, and
-# samples the strength of the jitter. On the device, `make_views` moves b2 by `rho`, and
-# jitters b1 and b2, which is much faster there.
+# The last four are the photometric jitter.
 CROP_ASPECT = (3 / 4, 4 / 3)   # width / height; the area is --crop-min to 1 of the image
 P_FLIP = 0.5
 P_COLOUR = 0.8
@@ -1051,7 +1055,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 
     may_differ = (
         "data", "out",     # folders may move, as the names of the images are compared
-        "device",          # may change the default of --bf16, which is compared
+        "device",          # a run may move between CPU and GPU with the same --bf16
         "workers", "log_every", "save_every")     # they change no result
     saved = state["settings"]
     differ = [
@@ -1066,7 +1070,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
     return state["step"]
 
 
-# Other methods give `train` functions of their own, in place of its defaults:
+# Other methods replace some of the four functions that `train` calls:
 #     build(args)                         makes a module like `SER`, which returns a dict with
 #                                         `loss`, and has a base method as `base`
 #     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
@@ -1178,8 +1182,8 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            # The mode of gray images names the 16 bits that Pillow would clip to 8, as in
-            # "I;16". In colour, only the layout of the file names them, as in "RGB;16B".
+            # Pillow would clip gray images of 16 bits to 8; their mode is "I;16". Colour images
+            # of 16 bits can only be told by the layout of the file, such as "RGB;16B".
             deep = image.mode.startswith(("I", "F")) or ";16" in str(image.tile)
             if animated or deep:
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
