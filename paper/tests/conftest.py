@@ -1,2 +1,1 @@
-"""Tests of paper/ run on the CPU and on one thread, as test_ser.py does when it is imported."""
-from test_ser import no_bar_is_left
+from test_ser import no_bar_is_left     # whose import also hides GPUs and sets one thread
