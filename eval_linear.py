@@ -69,7 +69,7 @@ def arguments() -> ArgumentParser:
     add("--mlp", action="store_true", help="MLP heads in place of linear heads")
     add("--knn", action="store_true", help="20-NN without heads; no effect with --cache or --mlp")
     add("--equivariance", action="store_true",
-        help="equivariance after every block; without other flags of measures, it alone")
+        help="equivariance after every block, alone if no other flag asks for a measure")
     # Choice: the release has 1, 3 and 10. Few classes or weak features need lower ones.
     rates = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
     add("--lr", type=ser.positive, nargs="+", default=rates,
@@ -287,7 +287,7 @@ class ClassFolder(ImageFolder):
                  classes: Sequence[str] = ()):
         root = str(Path(root))     # without a slash at its end
         if not os.path.isdir(root):
-            sys.exit(f"{root} is no folder of class folders; --val names another one for val")
+            sys.exit(f"{root} is no folder of class folders; eval_linear.py's --val names another")
 
         def is_image(path: str) -> bool:
             return is_image_file(path) and "/." not in path.removeprefix(root)

@@ -28,10 +28,10 @@ Sections 1 to 6 are the method. The lines of Algorithm 1 up to the loss, and wha
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-Numbers with a dot, such as 3.1, are sections of the paper. Sections without, such as section 2,
-are of this file. The paper's 4.1 names AdamW, the batch, the epochs, the warmup, the cosine
-and the range of the scaling, and keeps MoCo-v3's other settings. We take these settings from
-MoCo-v3's code and the ViT-S commands of its CONFIG.md, except where a comment says otherwise.
+References such as 3.1 or A.2 are to the paper, and those such as "section 2" to this file. The
+paper's 4.1 names AdamW, the batch, the epochs, the warmup, the cosine and the range of the
+scaling, and keeps MoCo-v3's other settings. We take these from MoCo-v3's code and the ViT-S
+commands of its CONFIG.md, except where a comment says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
@@ -165,7 +165,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    turned = turned.contiguous()     # `where` keeps a layout, by which later sums are rounded
+    # `where` would keep the turned layout in memory, and later sums would round differently.
+    turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
     return torch.where(odd, resize(turned, size), resize(x, size))
@@ -212,9 +213,9 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 # a batch:
 #
 #     batch_items    an Item for each image of this rank
-#     ViewDataset    in the loader: reads an image and, for each view, crops it, if it is of b1,
-#                    and samples the strength of the photometric jitter
-#     make_views     on the device, where this is much faster: moves b2 by rho, jitters b1 and b2
+#     ViewDataset    in the loader, reads an image and makes a square of it for each view. It
+#                    crops and flips images of b1, and samples the strength of the jitter
+#     make_views     on the device, where it is much faster, moves b2 by rho and jitters all
 #
 # All that is random in a run comes from these seeds, so a run can be repeated, on a CPU bit
 # for bit if the ranks, the threads and the PyTorch version are the same.
@@ -1075,7 +1076,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 #                                         `loss`, and has a base method as `base`
 #     make_dataset(source, args)          makes a data set like that of `two_view_dataset`
 #     make_optimizer(model, args)         makes the optimizer
-#     schedule(optimizer, args, epoch)    called before each step, sets its learning rates
+#     schedule(optimizer, args, epoch)    called before each step, sets its learning rates and
+#                                         what else changes from step to step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
     """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
@@ -1175,6 +1177,16 @@ def checksum(texts: Sequence[str]) -> str:
     return f"{zlib.crc32(os.fsencode('/'.join(texts))):08x}"
 
 
+def more_than_8_bits(image: Image.Image) -> bool:
+    """Whether channels of an opened image have 16 bits or more, which Pillow would cut to 8."""
+    # Gray images show it in their mode, such as "I;16". Colour images show it only in the file
+    # format: "RGB;16B", or 65535 as the largest value of a PPM, or the tag 258 of a TIFF.
+    formats = str([tile[3] for tile in image.tile])
+    deep = any(mark in formats for mark in (";16B", ";16L", ";16N", "65535"))
+    bits = getattr(image, "tag_v2", {}).get(258, (8,))
+    return deep or max(bits) > 8 or image.mode.startswith(("I", "F"))
+
+
 def read_image(path: str) -> Tensor:
     """An image file as (3, h, w) uint8 RGB."""
     # EXIF flags are ignored, as by torchvision's ImageFolder, which MoCo-v3 takes.
@@ -1182,10 +1194,7 @@ def read_image(path: str) -> Tensor:
         with Image.open(path) as image:
             # Phones write MPO files, which are a photograph with others behind it.
             animated = getattr(image, "is_animated", False) and image.format != "MPO"
-            # Pillow would clip gray images of 16 bits to 8; their mode is "I;16". Colour images
-            # of 16 bits can only be told by the layout of the file, such as "RGB;16B".
-            deep = image.mode.startswith(("I", "F")) or ";16" in str(image.tile)
-            if animated or deep:
+            if animated or more_than_8_bits(image):
                 raise ValueError("it is an animation, or has more than 8 bits a channel")
             return pil_to_tensor(image if image.mode == "RGB" else image.convert("RGB"))
     except Exception as error:     # of many kinds, most of them without the path

@@ -30,7 +30,7 @@ def test_the_loss_is_the_papers_on_standardised_features():
     close({"bf16": found}, {"bf16": slow_loss(z1, z2, 0.3)})
 
 
-def test_the_rate_ends_at_a_thousandth_of_its_peak():
+def test_the_rate_ends_at_a_thousandth_of_its_peak_and_weights_decay():
     args = barlow_twins.settings(["--data", "some"])
     optimizer = barlow_twins.optimizer(torch.nn.Linear(2, 1), args)
     barlow_twins.schedule(optimizer, args, 55)     # halfway from 8e-4 to 8e-7

@@ -113,16 +113,16 @@ def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeyp
     widths, *_, parts = train("parts")
     assert widths.tolist() == second and same(parts, weights)
 
-    shares, drawn, wrapped = [], set(), []
-    monkeypatch.setattr(ser, "log_and_check", lambda *_: wrapped.append("sums"))     # of all ranks
+    shares, drawn, calls = [], set(), []
+    monkeypatch.setattr(ser, "log_and_check", lambda *_: calls.append("sums"))
     for rank in range(2):
         become_rank(monkeypatch, rank)
         monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel",
-                            lambda model: lambda *given: wrapped.append(1) or model(*given))
+                            lambda model: lambda *given: calls.append("DDP") or model(*given))
         widths, _, seeds, _ = train(f"rank{rank}")
         drawn |= set(seeds)
         shares.append(widths.view(4, 2))
-    assert len(drawn) == wrapped.count(1) == 2 * wrapped.count("sums") == 8
+    assert len(drawn) == calls.count("DDP") == 2 * calls.count("sums") == 8
     assert same(torch.cat(shares, dim=1).sort().values, whole.view(4, 4).sort().values)
 
 

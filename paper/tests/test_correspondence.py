@@ -12,8 +12,8 @@ from test_ser import close, noise, pixels, sentence, write_image
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     still = noise(3, 4, 4)
     moved = still.rot90(1, (1, 2)).clone()
-    moved[:, 2, 2] *= -1
-    moved[:, 1, 1] = moved[:, 3, 0]     # which comes later, so it is found by none
+    moved[:, 2, 2], moved[:, 1, 1] = -moved[:, 2, 2], moved[:, 3, 0]
+    moved[0, 3, 0] += 0.1     # now its counterpart is nearer to (1, 1)
     both = torch.stack([still, moved])
 
     colours = lambda x, layers: ser.Encoded(None, dict.fromkeys(layers, x), None)
@@ -65,7 +65,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     call(correspondence, f"--data {phone} --layer 3", runs)
     assert "block 3" in capsys.readouterr().out
     toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
-    call(correspondence, f"--data {phone}", runs)
+    call(correspondence, f"--data {phone} --layer 3", runs)
     assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights
     assert {path.parent for _, path, _ in saved} == {tmp_path / "moco"}
     _, (one, _, made_by), _ = saved

@@ -11,9 +11,8 @@ def test_l_inv_sums_the_ten_pairs_and_l_equiv_the_global_and_the_two_local_pairs
     cls = [ser.encode_view(base.encoder, view)[0] for view in views]
     queries = [base.predictor(base.projector(x)) for x in cls]
     key1, key2 = [base.key(view) for view in views[:2]]
-    inv = slow_info_nce(queries[0], key2, 0.2) + slow_info_nce(queries[1], key1, 0.2)
-    for local in queries[2:]:
-        inv = inv + slow_info_nce(local, key1, 0.2) + slow_info_nce(local, key2, 0.2)
+    pairs = [(0, key2), (1, key1), *[(i, key) for i in range(2, 6) for key in (key1, key2)]]
+    inv = sum(slow_info_nce(queries[i], key, 0.2) for i, key in pairs)
 
     plain = ser.SER(base, [1], temperature=model.temperature)
     plain.projectors = model.projectors

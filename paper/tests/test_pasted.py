@@ -101,10 +101,10 @@ def pasted_rank(rank, ranks, root):
 def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
     train_and_val(tmp_path, 6, 2)
     (seen1, weights1), (seen2, weights2) = run_ranks(pasted_rank, 2, tmp_path)
-    for (images1, *own1, _), (images2, *own2, _), epoch in zip(seen1, seen2, (0, 0, 1, 1)):
+    for (x1, *own1, _), (x2, *own2, _), epoch in zip(seen1, seen2, (0, 0, 1, 1), strict=True):
         seed = 2_000_000 + 1000 * epoch
         assert (own1, own2) == ([seed, 2000 + epoch], [seed + 1, 2000 + epoch])
-        assert len({*images1, *images2}) == 18
+        assert len({*x1, *x2}) == 18
     assert seen1[0][0] != seen1[2][0] and len({draws for *_, draws in seen1}) == 4
     assert same(weights1, weights2)
 

@@ -44,7 +44,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     for number, (image, label) in enumerate(images_in(tmp_path / "data/val")):
         file = f"{CLASSES[label]}/{number}.png"
         write_image(tmp_path / "c/snow/1" / file, image)
-        write_image(tmp_path / "c/frost/1" / file, image.rot90(3, (1, 2)))
+        write_image(tmp_path / "c/frost/1" / file, image.rot90(1, (1, 2)))
     shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
 
     call(robustness, f"--checkpoint {path} --kind turned --data {tmp_path}/data/val")
@@ -58,7 +58,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     assert 25 < probe["linear top-1 %"] < 100
     assert found("C/snow/1") == pytest.approx(probe, abs=0.01)
     assert 0 < found("C/contrast/3")["linear top-1 %"] < 100     # among all classes; one is there
-    assert found("turned/90") != found("turned/270") == found("C/frost/1") != probe
+    assert found("turned/90") == found("C/frost/1") != probe
     told = capsys.readouterr().out
     assert "['snow/1', 'frost/1']" in told and "['contrast/3']" in told
 

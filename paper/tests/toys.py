@@ -39,7 +39,7 @@ def run_main(experiment, *words):
     experiment.main(parsed(experiment, *words))
 
 
-def call(evaluation, *words):
+def call(evaluation, *words):     # as by its command line, without workers
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
@@ -111,11 +111,10 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     return str(root)
 
 
-def train_and_val(root, n_train, n_val, size=20, seed=6):
-    """root/train and root/val with so many images of each class."""
+def train_and_val(root, n_train, n_val, size=20, seed=6):     # so many images of each class
     class_folders(root / "train", n_train, size)
     class_folders(root / "val", n_val, size, seed)
 
 
-def images_in(folder):
+def images_in(folder):     # at 16 pixels
     return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
