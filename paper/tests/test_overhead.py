@@ -40,7 +40,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     data = class_folders(tmp_path, per_class=1, classes=CLASSES[:3])
     line = f"--rows loader --data {data} --rounds 1"
     pytest.raises(SystemExit, parsed, overhead, line, "--bf16")     # of steps alone
-    recipe = overhead.T.Compose
+    T, recipe = overhead.T, overhead.T.Compose
     with (patch.object(recipe, "__call__", autospec=True, side_effect=recipe.__call__) as theirs,
           patch.object(ser, "sample_view", wraps=ser.sample_view) as ours,
           patch.object(torch, "set_num_threads") as threads):
@@ -52,8 +52,7 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     assert {jitter.transforms[0].hue for jitter, *_ in drawn} == {(-0.1, 0.1)}
     shares = {tuple(change.p for change in changes) for changes in drawn}
     assert shares == {(0.8, 0.2, 1.0, 0.0), (0.8, 0.2, 0.1, 0.2)}     # jitter to solarization
-    last = theirs.call_args.args[0].transforms[-2:]
-    assert [type(change).__name__ for change in last] == ["ToTensor", "Normalize"]
+    assert [*map(type, theirs.call_args.args[0].transforms[-2:])] == [T.ToTensor, T.Normalize]
     _, seconds, _, rate, *_ = capsys.readouterr().out.split()
     assert float(seconds) * float(rate) == pytest.approx(3, rel=0.1)
 

@@ -44,8 +44,7 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
     test[:, versions] = test[:, versions[::-1]]
     assert probe(train, test, versions, 0) <= 50
 
-    guessed = probe(labelled(50, 1, 0.0), labelled(40, 2, 0.0), versions, 0)
-    assert guessed == approx(100 / len(versions))
+    assert probe(labelled(50, 1, 0), labelled(40, 2, 0), versions, 0) == approx(100 / len(versions))
 
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):

@@ -10,10 +10,9 @@ def test_views_of_b1_are_those_of_ser_and_turned_and_those_of_b2_are_not():
     data = turned.dataset(images, args)
 
     turns = []
-    for epoch, index in [(epoch, index) for epoch in (3, 4) for index in range(8)]:
-        item = epoch, index, False
+    for item in [(epoch, index, False) for epoch in (3, 4) for index in range(8)]:
         for (x, aug), (y, own) in zip(plain[item], data[item]):
             assert aug == own
             turns.append([equal(x.rot90(t, (1, 2)), y) for t in range(4)].index(True))
-        assert equal(plain[epoch, index, True][0][0], data[epoch, index, True][0][0])
+        assert equal(plain[(*item[:2], True)][0][0], data[(*item[:2], True)][0][0])     # of b2
     assert set(turns) == {0, 1, 2, 3} and turns[::2] != turns[1::2] and turns[:16] != turns[16:]

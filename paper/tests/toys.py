@@ -32,14 +32,17 @@ def split(*words):
 
 
 def parsed(module, *words):
+    """The settings of a script's command line."""
     return module.settings(split(*words))
 
 
 def run_main(experiment, *words):
+    """Run sweep.py or imagenette.py as by its command line."""
     experiment.main(parsed(experiment, *words))
 
 
-def call(evaluation, *words):     # as by its command line, without workers
+def call(evaluation, *words):
+    """Run an evaluation as by its command line, without workers."""
     evaluation.main(evaluation.settings, evaluation.evaluate, split(*words, "--workers 0"))
 
 
@@ -79,6 +82,7 @@ def become_rank(monkeypatch, rank):
 
 
 def having(rows, **keys):
+    """The rows with these entries."""
     return [row for row in rows if keys.items() <= row.items()]
 
 
@@ -99,6 +103,7 @@ def table_of(text):
 
 
 def readme_table(readme, header):
+    """The table whose first line begins with `header`."""
     text = (Path(ser.__file__).parent / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
@@ -111,10 +116,12 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     return str(root)
 
 
-def train_and_val(root, n_train, n_val, size=20, seed=6):     # so many images of each class
+def train_and_val(root, n_train, n_val, size=20, seed=6):
+    """root/train and root/val with so many images of each class."""
     class_folders(root / "train", n_train, size)
     class_folders(root / "val", n_val, size, seed)
 
 
-def images_in(folder):     # at 16 pixels
+def images_in(folder):
+    """The images of class folders, at 16 pixels."""
     return eval_linear.ClassFolder(folder, eval_linear.eval_transform(16))
