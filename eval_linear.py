@@ -37,6 +37,7 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
@@ -252,21 +253,18 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
+        f1 = partial(map_after, encoder, block)
         generator = ser.rng("jitter", element)
 
-        def to_map(normalised: Tensor) -> Tensor:
-            return map_after(encoder, block, normalised)
-
-        def jittered_to_map(photos: Tensor) -> Tensor:
-            """Each call has other colours, as have the two maps of `retrieval`."""
-            return to_map(recolour_and_normalise(photos, generator))
-
         # The mean colour of a patch is enough to find most turned tokens. So retrieval is
-        # measured with jitter, too, where colours differ.
+        # measured with jitter, too. Each call has other colours, so the two maps differ in them.
+        def jittered_f1(photos: Tensor) -> Tensor:
+            return f1(recolour_and_normalise(photos, generator))
+
         values = {
-            f"{element} cosine": cosine(to_map, x, patch, element),
-            f"{element} retrieval": retrieval(to_map, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(jittered_to_map, images, patch, element)}
+            f"{element} cosine": cosine(f1, x, patch, element),
+            f"{element} retrieval": retrieval(f1, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(jittered_f1, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
