@@ -45,8 +45,7 @@ def test_each_command_line_is_one_that_its_script_takes(name):
 @pytest.mark.parametrize("name", sorted({"ser.py", "eval_linear.py", *SCRIPTS} - {ADDON}))
 def test_each_script_reads_its_command_line(name, monkeypatch):
     monkeypatch.setattr("sys.argv", [name, "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(ROOT / name), run_name="__main__")
+    pytest.raises(SystemExit, runpy.run_path, str(ROOT / name), run_name="__main__")
 
 def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
     trained, evaluated = {}, set()

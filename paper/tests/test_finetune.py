@@ -141,7 +141,7 @@ def test_a_training_names_its_encoder_and_its_ranks_share_a_batch(monkeypatch):
     for size in (8, 12):
         sentence(training_settings, "any", ser.Namespace(batch_size=size), *given)
     own = training_settings("any", ser.Namespace(
-        batch_size=9, seed=4, out="O", data="D", workers=1, save_every=2), *given)
-    assert own == dict(any_batch_size=9, any_seed=4, any_checkpoint="weights", any_ranks=3,
+        batch_size=9, epochs=3, checkpoint="C", out="O", data="D", workers=1, save_every=2), *given)
+    assert own == dict(any_batch_size=9, any_epochs=3, any_checkpoint="weights", any_ranks=3,
                        any_images=9, any_checksum_of_names=ser.checksum("123456789"),
                        any_bf16=eval_linear.has_bf16(), data="D")

@@ -15,10 +15,10 @@ from paper.tests.toys import CLASSES, class_folders, having, readme_table, train
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
-def train(root, weight, *flags, batch=6):
+def train(root, weight, *flags, batch=6, epochs=2):
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
     args = pasted.settings([*words.split(), *flags])
-    vars(args).update(epochs=2, warmup_epochs=1, batch_size=batch, base_lr=0.1)
+    vars(args).update(epochs=epochs, warmup_epochs=1, batch_size=batch, base_lr=0.1)
     return args, pasted.train(args)
 
 
@@ -67,10 +67,13 @@ def test_a_killed_training_goes_on(tmp_path, monkeypatch):
     assert "names_checksum" in sentence(train, tmp_path, 0.1)
 
 
-def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes():
+def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes(monkeypatch):
     torch.manual_seed(0)
-    views = pasted.four_views(pasted.v2.ToPILImage()(pixels(3, 70, 90)))
-    assert len({view.sum().item() for view in views}) == 4
+    photo = pasted.v2.ToPILImage()(pixels(3, 70, 90))
+    assert len({view.sum().item() for view in pasted.four_views(photo)}) == 4
+    monkeypatch.setattr(pasted, "JITTER", pasted.v2.PILToTensor())
+    _, _, *whole = pasted.four_views(photo)     # of the image, uncropped
+    assert same(whole, 2 * [pasted.JITTER(pasted.RESIZE(photo))])
     crop, flip, jitter = pasted.CROP.transforms
     assert crop.scale == (0.2, 1.0) and flip.p == 0.5
     assert [change.p for change in jitter.transforms[:2]] == [0.8, 0.2]
@@ -93,8 +96,10 @@ def pasted_rank(rank, ranks, root):
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
+    pasted.DistributedSampler = Mock(wraps=pasted.DistributedSampler)
     pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
     _, model = train(root, 0.1, "--seed", "2", batch=18)
+    assert pasted.DistributedSampler.call_args.kwargs["seed"] == 2000
     return seen, model.state_dict()
 
 
@@ -107,6 +112,8 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
         assert len({*x1, *x2}) == 18
     assert seen1[0][0] != seen1[2][0] and len({draws for *_, draws in seen1}) == 4
     assert same(weights1, weights2)
+    starts = [train(tmp_path, 1, "--seed", seed, epochs=0)[1].vit.pos_embed for seed in "12"]
+    assert not torch.equal(*starts)
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
@@ -118,32 +125,33 @@ def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     g1, g2 = [ser.sample_geometry(5, 8, generator=shared) for shared in 2 * [seeded()]]
     h1, h2 = [model.f1(ser.rho(g, x, 8)) for g, x in zip((g1, g2), copies)]
     equiv = ser.equiv_of_maps(model.project, ser.relative(g2, g1), h1, h2)
-    close(model(x1, x2, *copies, seeded()), (inv, equiv))
+    found = model(x1, x2, *copies, seeded())
+    close(found, (inv, equiv))
+    ours, theirs = [torch.autograd.grad(sum(pair), model.vit.pos_embed)[0]
+                    for pair in (found, (inv, equiv))]
+    close(ours, theirs)
 
 
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
     model = pasted.Model()
-    size = dict(patch_size=8, embed_dim=128, depth=2, num_heads=4, num_classes=0)
+    size = dict(patch_size=8, embed_dim=128, depth=2, num_heads=4, dynamic_img_size=True)
     plain = timm.models.VisionTransformer(64, class_token=False, global_pool="avg", **size)
     places = model.vit.pos_embed[:, 1:]
     plain.load_state_dict(model.vit.state_dict() | {"pos_embed": places}, strict=False)
     torch.nn.init.ones_(model.vit.cls_token)
-    images = torch.rand(2, 3, 64, 64)
-    expected = plain.forward_intermediates(images, indices=[1], intermediates_only=True)
-    torch.testing.assert_close(model.f1(images), expected[0])
-    assert model.f1(images[..., :40]).shape == (2, 128, 8, 5)
-
-
-class OwnLoss(torch.nn.Linear):
-    def forward(self, vit, views):
-        return super().forward(torch.ones(1)).sum()
+    for width in (64, 40):
+        images = torch.rand(2, 3, 64, width)
+        expected = plain.forward_intermediates(images, indices=[1], intermediates_only=True)
+        torch.testing.assert_close(model.f1(images), expected[0])
 
 
 def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     images = torch.randint(256, (4, 3, 224, 224), generator=seeded()).to(torch.uint8)
     loader = [(([torch.zeros(1)], images), "labels")]
+    own = torch.nn.Linear(1, 1)
+    own.forward = lambda vit, views: own.weight.sum() + own.bias.sum()
     names = paste("import torch\\n", loader=loader, your_views=lambda image: "views",
-                  your_loss=OwnLoss(1, 1))
+                  your_loss=own)
     names |= paste("import timm", **names)
     names["copies"] = Mock(wraps=names["copies"])
     unused = names["vit"].norm.weight     # by these losses

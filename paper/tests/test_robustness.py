@@ -43,8 +43,8 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     eval_linear.evaluate(eval_linear.parse(line.split()))
     for number, (image, label) in enumerate(images_in(tmp_path / "data/val")):
         file = f"{CLASSES[label]}/{number}.png"
-        write_image(tmp_path / "c/snow/1" / file, image)
-        write_image(tmp_path / "c/frost/1" / file, image.rot90(1, (1, 2)))
+        for turns, name in enumerate(("snow", "frost", "fog", "brightness")):
+            write_image(tmp_path / "c" / name / "1" / file, image.rot90(turns, (1, 2)))
     shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
 
     call(robustness, f"--checkpoint {path} --kind turned --data {tmp_path}/data/val")
@@ -58,9 +58,10 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
     assert 25 < probe["linear top-1 %"] < 100
     assert found("C/snow/1") == pytest.approx(probe, abs=0.01)
     assert 0 < found("C/contrast/3")["linear top-1 %"] < 100     # among all classes; one is there
-    assert found("turned/90") == found("C/frost/1") != probe
+    for degrees, name in ((90, "frost"), (180, "fog"), (270, "brightness")):
+        assert found(f"turned/{degrees}") == found(f"C/{name}/1") != probe
     told = capsys.readouterr().out
-    assert "['snow/1', 'frost/1']" in told and "['contrast/3']" in told
+    assert "['snow/1', 'frost/1', 'fog/1', 'brightness/1']" in told and "['contrast/3']" in told
 
 
 def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
@@ -89,8 +90,7 @@ def test_a_set_is_written_when_it_is_scored_and_folders_are_looked_for_first(tmp
     line = f"--checkpoint {path} --kind C --data {tmp_path}/c"
     assert "/c/fog" in sentence(call, robustness, f"{line}/fog")
 
-    with pytest.raises(FileNotFoundError):
-        call(robustness, line)
+    pytest.raises(FileNotFoundError, call, robustness, line)
     top1, _ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
     head = top1["head"]
     assert (head["lr"], head["settings"]) == (0.1, {"lr": [0.1, 1.0]})

@@ -49,5 +49,6 @@ def test_a_transformation_is_read_from_the_partner_and_applied():
 
 
 def test_an_odd_number_of_images_on_a_rank_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, 0))
-    assert "--batch-size 10" in sentence(toy, "stl", "--batch-size 10")
+    for ranks, flag in ((2, "--batch-size 10"), (1, "--batch-size 9")):
+        monkeypatch.setattr(ser, "ranks_and_rank", lambda: (ranks, 0))
+        assert flag in sentence(toy, "stl", flag)

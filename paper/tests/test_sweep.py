@@ -2,12 +2,9 @@ import importlib
 import json
 import re
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import eval_linear
 import ser
 from paper.experiments import imagenette, sweep
 from paper.tests.toys import FLAGS, having, parsed, run_main, run_scripts_here, train_and_val
@@ -84,23 +81,12 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     assert not (out / "new-4").exists()     # runs that are there refuse before another is trained
 
 
-def test_evaluations_that_end_at_once_lose_no_rows(tmp_path, monkeypatch):
-    # It is called between reading and writing, when the others would have read the same.
-    monkeypatch.setattr(eval_linear, "provenance", lambda args, *_: time.sleep(0.05) or vars(args))
-    made_by = eval_linear.Checkpoint(None, "weights", 7, {})
-    path = tmp_path / "eval.json"
-    with ThreadPoolExecutor() as threads:
-        for seed in range(4):
-            threads.submit(eval_linear.add_rows, path, [{}], ser.Namespace(seed=seed), made_by, "")
-    assert len(eval_linear.read_results(path)["rows"]) == 4
-
-
 @parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
     (sweep, "--list group --seed=1", "--seed"),
     (sweep, "--list layers --depth 6", "--cls-layer 9|--depth"),
     (sweep, "--list lambda --batch-size 256 --launcher x--nproc_per_node=8", "--ratio"),
-    (sweep, "--list lambda --batch-size 256 --launcher x--nproc-per-node=8", "--ratio"),
+    (sweep, "--list lambda --batch-size 256 --launcher 'x --nproc-per-node 8'", "--ratio"),
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
     (imagenette, "--ratio 0", "--ratio 0: the run turned-control")])
 def test_what_cannot_be_is_said_before_the_first_training(script, flags, told):
