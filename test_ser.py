@@ -162,10 +162,10 @@ def run_ranks(main, ranks, *folders, seconds=100):
 D4 = list(itertools.product((False, True), range(4)))     # (flip, turns), flip first
 
 
-def element(flip, turns, grid):
+def element(flip, turns, grid):     # of two images; the second is flipped if the first is not
     if turns % 2 == 1:
         grid = grid[::-1]
-    return Geometry(torch.tensor([flip]), torch.tensor([turns]), grid)
+    return Geometry(torch.tensor([flip, not flip]), torch.tensor([turns, turns]), grid)
 
 
 def slow_rho(g, x, cell=1):
@@ -183,7 +183,7 @@ def slow_rho(g, x, cell=1):
 def test_a_flip_comes_first_and_turns_go_counter_clockwise():
     wanted = ("123 456", "36 25 14", "654 321", "41 52 63",
               "321 654", "14 25 36", "456 123", "63 52 41")     # the last four flipped first
-    x = torch.arange(1, 7).view(1, 1, 2, 3)
+    x = torch.arange(1, 7).view(1, 1, 2, 3).repeat(2, 1, 1, 1)
     for (flip, turns), text in zip(D4, wanted):
         rows = [list(map(int, row)) for row in text.split()]
         for circle in (0, 4, -4):
@@ -192,13 +192,13 @@ def test_a_flip_comes_first_and_turns_go_counter_clockwise():
 
 
 def test_the_relative_element_takes_view_1_to_view_2_for_all_64_pairs():
-    x = noise(1, 2, 3, 5)
+    x = noise(2, 2, 3, 5)
     for first in D4:
         g1 = element(*first, (3, 5))
         x1 = rho(g1, x)
         assert x1.is_contiguous()     # or sums would round otherwise
         for second in D4:
-            g2 = element(*second, (3, 5))._replace(grid=(5, 2))
+            g2 = element(*second, (3, 5))._replace(flip=torch.tensor(2 * [second[0]]), grid=(5, 2))
             moved = rho(relative(g2, g1), x1)
             assert same(moved, rho(g2, x)), (first, second)
 
@@ -261,8 +261,8 @@ def test_what_does_not_fit_is_a_value_error():
 
     g = element(False, 0, (3, 2))
     h = noise(2, 4, 2, 3)
-    assert "for 2" in refused(rho, g, h)     # of 1 image
-    assert "h2 is" in refused(ser.equiv_of_maps, None, g, h[:1], h[:1])
+    assert "for 1" in refused(rho, g, h[:1])     # of 2 images
+    assert "h2 is" in refused(ser.equiv_of_maps, None, g, h, h)
     assert "not among" in refused(sample_geometry, 2, 14, ("rot",))
     assert "255" in refused(ser.normalise, pixels(1, 3, 8, 8))
 
@@ -465,8 +465,8 @@ def test_parameter_counts_are_the_papers(flags, wanted):
     assert sum(p.numel() for p in trained(model).values()) == wanted
 
 
-@parametrize("name, fans", [
-    ("blocks.0.attn.qkv", 128), ("blocks.0.mlp.fc1", 320), ("patch_embed.proj", 112)])
+@parametrize("name, fans", [("blocks.0.attn.proj", 128), ("blocks.0.attn.qkv", 128),
+                            ("blocks.0.mlp.fc1", 320), ("patch_embed.proj", 112)])
 def test_initial_weights_are_moco_v3s_and_depend_on_the_seed(name, fans):
     encoder = ser.build(toy(dim=64)).base.encoder
     layer = encoder.get_submodule(name)
@@ -692,8 +692,7 @@ def test_a_run_makes_its_views_of_its_images_as_they_record(plain_run, folder):
     paths = sorted(map(str, folder.rglob("*.png")))
     keys = ser.batch_items(43, plain_run.args, 0, 7)
     n_b1 = 5 if plain_run.args.ratio else 8
-    orders = {str([view.order for view in pair]) for pair in plain_run.views}
-    assert len(orders) == 7     # one for each step
+    assert len({str([view.order for view in pair]) for pair in plain_run.views}) == 7
     for own, pair in zip(keys, plain_run.views, strict=True):
         _, places, in_b2 = zip(*own)
         assert in_b2 == tuple(i >= n_b1 for i in range(8))
@@ -1018,9 +1017,8 @@ def test_training_raises_retrieval_over_its_control(tmp_path):
         f1 = lambda x: encoder(x, [2]).maps[2]
         shares.append(eval_linear.retrieval(f1, images, 4, "rot90"))
 
-    control, trained = shares
-    assert trained > 2 * control
-    assert trained == eval_linear.retrieval(f1, images, 4)     # turns are the default
+    assert shares[1] > 2 * shares[0]
+    assert shares[1] == eval_linear.retrieval(f1, images, 4)     # turns are the default
     with torch.autocast("cpu", torch.bfloat16):     # where mean colours would tie
         colours = lambda x: F.avg_pool2d(x, 4).bfloat16()
         assert eval_linear.retrieval(colours, images, 4) > 0.95
@@ -1070,7 +1068,8 @@ def test_more_bits_and_animations_are_refused_with_their_path(mode, form, tmp_pa
     for deep in (rgb16, b"P6 1 1 65535\n" + bytes(6), b"P5 1 1 4095\n" + bytes(2)):
         Path(path).write_bytes(deep)
         pytest.raises(OSError, ser.read_image, path)
-    assert ser.more_than_8_bits(Mock(tile=[], mode="RGB", tag_v2={258: (16, 16, 16)}))     # a TIFF
+    for raw, bits in (("RGB", 16), ("LA;16B", 8)):     # of a TIFF, and of a PNG
+        assert ser.more_than_8_bits(Mock(tile=[(0, 0, 0, raw)], mode="RGB", tag_v2={258: (bits,)}))
 
 
 @parametrize("workers, begin", [(0, "^"), (1, "(?s)in DataLoader worker process.*")])
@@ -1090,7 +1089,7 @@ def test_synthetic_images_differ_within_a_class_and_all_are_as_in_measured_runs(
     sets = [ser.synthetic_images(300, 16, seed)[0].double() for seed in (0, 1)]
     correlation = torch.cat(sets).flatten(1).corrcoef()
     assert correlation.fill_diagonal_(0).max() < 0.95
-    assert [images.std() for images in sets] == approx([60.8, 59.81], abs=0.01)
+    assert [images[:7].std() for images in sets] == approx([60.72, 61.56], abs=0.01)
     assert ser.seed_of(0, "image", 1, 2) == 4653677487691878300
     assert ser.checksum(["a", "b"]) == "07f4401c"
 
@@ -1124,7 +1123,7 @@ def checkpoint(tmp_path):
 
 def eval_args(tree, checkpoint, flags=""):
     paths = ["--data", tree, "--test", f"few={tree}/few/", "--checkpoint", checkpoint]
-    common = "--workers 0 --epochs 2 --batch-size 8 --lr 0.3 10".split()
+    common = "--workers 0 --epochs 2 --batch-size 8 --lr 10 0.3".split()
     return eval_linear.parse([*map(str, paths), *common, *flags.split()])
 
 
@@ -1257,7 +1256,7 @@ def test_eval_jsonl_has_the_accuracy_of_every_rate(protocol):
     _, line = epochs_of(protocol.folder)
     assert line["epoch"] == 2 and line["weights"] == eval_linear.fingerprint(protocol.encoder)
     assert line["settings"] == vars(protocol.args)
-    assert line["val top-1 %"] == approx(dict(zip(["0.3", "10.0"], protocol.right)))
+    assert line["val top-1 %"] == approx(dict(zip(["10.0", "0.3"], protocol.right)))
 
 
 @parametrize("name, lacks", [("val", 0), ("few", 0), ("few", 1)])
@@ -1297,8 +1296,9 @@ def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
 def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, wanted):
     points = torch.tensor([[3.0, 0.0], [cosine, math.sqrt(1 - cosine ** 2)]])
     labels = torch.tensor([0] * firsts + [1] * others)
-    test = torch.tensor([[2.0, 0.0]] * 300)
-    assert eval_linear.knn(points[labels], labels, test, torch.tensor([wanted] * 300)) == 100
+    test = torch.tensor(128 * [[2.0, 0.0]] + 128 * [[6.0, 0.0]] + 44 * [[0.0, 1.0]])
+    truth = torch.tensor(256 * [wanted] + 44 * [0])     # the last are of class 1, by all votes
+    assert eval_linear.knn(points[labels], labels, test, truth) == approx(100 * 256 / 300)
 
 
 @parametrize("classes, wanted", [("a b c d e f g h i j k", [0, 10, 2]), ("2 0 10", [1, 2, 0])])
@@ -1396,9 +1396,10 @@ def eval_rank(rank, ranks, out, tree):
     if rank == 0:
         ser.save(run, step=4, settings={}, model=model.state_dict(), optimizer=adamw.state_dict())
     assert ser.resume(run, {}, model, adamw) == 4
+    start = ser.seed_and_make_encoder(toy()).state_dict()     # depends on no rank
     ser.leave_group()
     assert not torch.distributed.is_initialized()
-    return rows, model.state_dict(), adamw.state_dict()
+    return rows, start, model.state_dict(), adamw.state_dict()
 
 
 def test_two_ranks_evaluate_as_one_process(tree, checkpoint, tmp_path):
