@@ -42,5 +42,5 @@ def test_the_gradient_of_k_l_inv_is_clipped_for_each_parameter():
     model.weight.grad = torch.tensor([[3.0, 4.0]]) / 24
     model.bias.grad = torch.tensor([0.1]) / 24
     optimizer.step()
-    assert model.weight.grad[0].tolist() == approx([0.18, 0.24], rel=1e-4)
-    assert model.bias.grad.item() == approx(0.1)
+    assert optimizer.state[model.weight]["exp_avg"][0].tolist() == approx([0.018, 0.024], rel=1e-4)
+    assert optimizer.state[model.bias]["exp_avg"].item() == approx(0.01)     # a tenth of .1

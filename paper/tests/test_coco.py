@@ -163,8 +163,10 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypat
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, ser.Namespace(size=32, seed=0))
-    assert (model.transform.min_size, model.transform.max_size) == ((32,), 53)
-    assert model.transform.size_divisible == 16
+    change = model.transform
+    assert (change.min_size, change.max_size, change.size_divisible) == ((32,), 53, 16)
+    normal = torch.stack([ser.MEAN, ser.STD]).flatten(1)
+    close(torch.tensor([change.image_mean, change.image_std]), normal)
     assert model.rpn.anchor_generator.sizes == [(8,), (16,), (32,), (64,), (128,)]
     assert model.rpn.anchor_generator.aspect_ratios == 5 * [(0.5, 1.0, 2.0)]
     assert not any(p.requires_grad for p in encoder.parameters())

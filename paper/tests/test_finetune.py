@@ -72,9 +72,20 @@ def test_training_is_a_plain_loop_over_its_batches(tmp_path, monkeypatch):
 def done(tmp_path_factory):
     root = tmp_path_factory.mktemp("finetune")
     train_and_val(root / "data", 3, 12, size=18, seed=5)
+    shutil.rmtree(root / "data/val/n05")     # scores are among all classes
     line = f"{QUICK} --data {root}/data --checkpoint {toy_checkpoint(root)}"
     call(finetune, line, f"--out {root}/whole")
     return root / "whole", line
+
+
+def test_it_begins_with_the_encoder_and_a_head_of_the_seed(done, tmp_path, monkeypatch):
+    (whole, line), began = done, []
+    monkeypatch.setattr(finetune, "train", lambda model, *_: began.append(model))
+    for seed in "01":
+        call(finetune, line, f"--out {tmp_path} --seed {seed}")
+    given = ser.load_encoder(whole.parent / "last.pt")
+    close(began[0].encoder.state_dict(), given.state_dict(), 0)
+    assert not torch.equal(began[0].head.weight, began[1].head.weight)
 
 
 def weights_of(folder):

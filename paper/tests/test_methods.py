@@ -145,6 +145,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
         f, _, cls_at = model.base.encoder(view.b1, [2])
         if layer == 2:
             f = torch.layer_norm(cls_at[2], (16,), model.norm.weight, model.norm.bias, 1e-6)
+            assert model.norm is not model.base.encoder.norm
         features.append(f)
     inv = ser.SER(model.base, [])(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)

@@ -125,11 +125,7 @@ def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
     g1, g2 = [ser.sample_geometry(5, 8, generator=shared) for shared in 2 * [seeded()]]
     h1, h2 = [model.f1(ser.rho(g, x, 8)) for g, x in zip((g1, g2), copies)]
     equiv = ser.equiv_of_maps(model.project, ser.relative(g2, g1), h1, h2)
-    found = model(x1, x2, *copies, seeded())
-    close(found, (inv, equiv))
-    ours, theirs = [torch.autograd.grad(sum(pair), model.vit.pos_embed)[0]
-                    for pair in (found, (inv, equiv))]
-    close(ours, theirs)
+    close(model(x1, x2, *copies, seeded()), (inv, equiv))
 
 
 def test_f1_is_two_blocks_of_a_timm_model_without_cls():
