@@ -1056,7 +1056,7 @@ def test_an_image_is_read_as_pillow_shows_it(mode, form, tmp_path):
     assert same(ser.read_image(str(path)), TF.pil_to_tensor(Image.open(path).convert("RGB")))
 
 
-@parametrize("mode, form", map(str.split, ["I;16 PNG", "I TIFF", "F TIFF", "L PNG", "L TIFF"]))
+@parametrize("mode, form", [*map(str.split, ["I;16 PNG", "I TIFF", "F TIFF", "L PNG", "L TIFF"])])
 def test_more_bits_and_animations_are_refused_with_their_path(mode, form, tmp_path):
     path = str(tmp_path / "a.png")
     image = Image.new(mode, (9, 7))
