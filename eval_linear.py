@@ -166,7 +166,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
-    checkpoints["trained"] = trained     # the last, so its rows mean that all is done
+    checkpoints["trained"] = trained     # last: if its rows are there, all is done
 
     _, rank = ser.ranks_and_rank()
     sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
@@ -184,7 +184,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
-        if rank == 0:     # after the head
+        if rank == 0:     # after the head, as rows mean that it is there
             add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
@@ -253,18 +253,18 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
 
     rows = []
     for element, block in pairs:
-        f1 = partial(map_after, encoder, block)
+        to_map = partial(map_after, encoder, block)
         generator = ser.rng("jitter", element)
 
         # The mean colour of a patch is enough to find most turned tokens. So retrieval is
         # measured with jitter, too. Each call has other colours, so the two maps differ in them.
-        def jittered_f1(photos: Tensor) -> Tensor:
-            return f1(recolour_and_normalise(photos, generator))
+        def jittered_to_map(photos: Tensor) -> Tensor:
+            return to_map(recolour_and_normalise(photos, generator))
 
         values = {
-            f"{element} cosine": cosine(f1, x, patch, element),
-            f"{element} retrieval": retrieval(f1, x, patch, element),
-            f"{element} retrieval with jitter": retrieval(jittered_f1, images, patch, element)}
+            f"{element} cosine": cosine(to_map, x, patch, element),
+            f"{element} retrieval": retrieval(to_map, x, patch, element),
+            f"{element} retrieval with jitter": retrieval(jittered_to_map, images, patch, element)}
         rows += make_rows(values, "val", None, block)
     return rows
 
@@ -345,7 +345,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Rows call the training images `train`. A set `crops` would look like their crops.
+        # Other sets have these names: `train`, and `crops`, the random crops of its images.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -535,6 +535,12 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 PART_SIZE = 32     # images at a time; `retrieval` searches among their tokens
 
 
+def transforms_of_part(x: Tensor, patch: int, element: str, part: int, view: int) -> ser.Geometry:
+    """The transforms of a part of the images, x, in view 1 or 2."""
+    generator = ser.rng(element, part, view)
+    return ser.sample_geometry(len(x), x.shape[-1] // patch, (element,), generator)
+
+
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
@@ -543,9 +549,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     # Choice, unlike A.2: g has the scaling of g2 alone, and does not undo that of g1.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        grid = images.shape[-1] // patch
-        g1 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 1))
-        g2 = ser.sample_geometry(len(x), grid, (element,), ser.rng(element, number, 2))
+        g1 = transforms_of_part(x, patch, element, number, view=1)
+        g2 = transforms_of_part(x, patch, element, number, view=2)
         g = ser.relative(g2, g1)
 
         cosines = F.cosine_similarity(ser.rho(g, f1(x)), f1(ser.rho(g, x, patch)), dim=1)
@@ -573,7 +578,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     for number, x in enumerate(images.split(PART_SIZE)):
         # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry`
         # leaves some images unmoved. Without jitter, all their tokens would be found.
-        g = ser.sample_geometry(len(x), h // patch, (element,), ser.rng(element, number, 2))
+        g = transforms_of_part(x, patch, element, number, view=2)
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
         if element == "hflip":

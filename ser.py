@@ -15,7 +15,7 @@ second one at an intermediate layer, where the patch tokens still form a map of 
     loss           L_inv + lambda L_equiv with lambda = .5
 
 Usage:
-    python ser.py                                                    a tiny ViT, without data
+    python ser.py                                                    a tiny ViT, synthetic images
     python ser.py --data /imagenet --batch-size 256 --ratio 0.0625   one GPU (see --ratio)
     torchrun --nproc_per_node=8 ser.py --data /imagenet              the main setting
 
@@ -92,7 +92,7 @@ class Geometry(NamedTuple):
     so a map of view 1 is resized once, to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
-    grid: tuple[int, int]    # of all maps after the scaling
+    grid: tuple[int, int]    # one size for all maps, after the scaling
 
 
 def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
@@ -134,8 +134,8 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased. Other types, such as bfloat16, are
-    # resized in float32, on GPUs as well, so that devices agree.
+    # On CPUs, only these types can be antialiased, and here there are no others. Those of
+    # other code are resized in float32, on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -165,7 +165,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # `where` would keep the turned layout in memory, and later sums would round differently.
+    # Its strides are exchanged, and `where` would keep them. Then later sums would add in
+    # another order, and round differently.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -330,7 +331,8 @@ class Augmentation(NamedTuple):
 
 
 def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Augmentation]:
-    """An image (3, h, w) uint8 -> a view (3, S, S) uint8, and what was sampled for it."""
+    """An image (3, h, w) uint8 -> the square (3, S, S) uint8 of which `make_views` makes
+    a view, and what was sampled for it."""
     aug = Augmentation()
     if not in_b2:
         h, w = image.shape[-2:]
@@ -403,7 +405,7 @@ class View(NamedTuple):
 
     # How the view was made. Baselines in paper/methods read it.
     augmentation: Augmentation          # of b1, then b2; each field is a tensor (B,)
-    order: Tensor = torch.arange(4)     # of its colour operations
+    order: Tensor = torch.arange(4)     # of the operations of jitter_and_normalise
 
 
 def make_views(loaded: Sequence[tuple], args: Namespace, step: int) -> list[View]:
@@ -579,7 +581,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
 
-        # Paper: 4.1, as MoCo-v3. Xavier's weights, where q, k and v count as three matrices.
+        # Paper: 4.1 keeps MoCo-v3's Xavier weights, where q, k, v are three matrices.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)):
                 matrices = 3 if name.endswith("qkv") else 1
@@ -649,7 +651,7 @@ def projector(dim: int, width: int = 512) -> nn.Sequential:
 
 
 class AllGather(torch.autograd.Function):
-    """`dist.all_gather` with a gradient. PyTorch has deprecated its own."""
+    """`dist.all_gather` with a gradient. PyTorch has deprecated dist.nn.functional's."""
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -766,7 +768,7 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
-        # Paper: 4.1, as MoCo-v3 with its --stop-grad-conv1. The patch embedding stays random.
+        # Paper: 4.1 keeps MoCo-v3's --stop-grad-conv1. The patch embedding stays random.
         self.encoder = encoder
         self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
@@ -842,8 +844,8 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. argparse prints the names of these functions in its errors.
-# They raise ValueError for other texts, such as nan.
+# Types of flags. For a text that is no such number, such as nan, they raise ValueError, and
+# argparse ends with an error that has the name of the function.
 def nonnegative(text: str) -> float:
     """A number from 0 on."""
     if not 0 <= float(text) < math.inf:
@@ -985,7 +987,7 @@ def seed_and_make_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seed_and_make_encoder(args)     # its seed counts for the next lines, too
+    encoder = seed_and_make_encoder(args)     # the next lines sample by this seed, too
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1080,7 +1082,7 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 #                                         what else changes from step to step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training; return its checkpoint's path. Scripts end with `leave_group`."""
+    """Run or continue a training; return its checkpoint's path. Then call `leave_group`."""
     # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
