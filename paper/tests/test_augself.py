@@ -9,12 +9,13 @@ from test_ser import close, noise
 
 def test_the_targets_of_two_known_augmentations():
     """Both x are mirrored where a, which is flipped, comes first: .75 - .3, and .7 - .25."""
-    both = Augmentation(.1, .1, .4, .3, True, .7, 1.4, .9, -.05), Augmentation(.5, .4, .2, .6)
-    a, b = default_collate(both), default_collate(both[::-1])
-    wanted = torch.tensor([[-0.3, 0.45, 0.2, -0.3], [0.3, 0.45, -0.2, 0.3]])
-    close(augself.crop_difference(a, b), wanted)
+    one = Augmentation(0.1, 0.1, 0.4, 0.3, True, 0.7, 1.4, 0.9, -0.05)
+    two = Augmentation(0.5, 0.4, 0.2, 0.6)
+    a, b = map(default_collate, ([one, two, one], [two, one, two._replace(flip=True)]))
+    box, back = [-0.3, 0.45, 0.2, -0.3], [0.3, 0.45, -0.2, 0.3]
+    close(augself.crop_difference(a, b), torch.tensor([box, back, box]))
     colours = torch.tensor([-0.375, 0.5, -0.25, -0.25])
-    close(augself.color_difference(a, b), torch.stack([colours, -colours]))
+    close(augself.color_difference(a, b), torch.stack([colours, -colours, colours]))
 
 
 def test_the_loss_is_the_mean_over_both_orders_of_the_views():

@@ -79,10 +79,11 @@ def test_a_small_detector_finds_squares(tmp_path, capsys):
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
     path = toy_checkpoint(tmp_path, image_size=32)
     objects = [(3, [0, 30, n, 9], 0) for n in range(1, 9)]
-    objects += [(3, [5, 5, 9, 9], 1), (3, [5, 5, 0, 9], 0)]
+    objects += [(3, [5, 5, 9, 9], 1), (3, [5, 5, 0, 9], 0), (3, [5, 5, 9, 0], 0)]
     write_split(tmp_path, "train2017", objects)
     line = f"--data {tmp_path} --checkpoint {path} --workers 0 --size 32 --iterations 4"
     args = coco.settings(f"{line} --batch-size 4 --save-every 2".split())
+    assert len(coco.photos(args, "train2017", train=False)) == 11     # also without objects
     seen = []     # of each image its width, if it was flipped, the seed of flips and proposals
 
     def look(_, given):

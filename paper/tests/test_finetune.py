@@ -112,7 +112,6 @@ def test_the_score_is_that_of_the_head_on_val(done):
     found = values(whole / "finetune.json")
     assert found == {"fine-tuned top-1 %": top1, "fine-tuned top-5 %": top5}
     assert (whole / "finetune.json").read_text().count("train: 18 images") == 2     # in both rows
-    assert (whole / "finetune.jsonl").exists()
 
 
 def test_a_finished_head_is_not_trained_on_other_images(done, tmp_path, monkeypatch, capsys):

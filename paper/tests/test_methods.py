@@ -150,6 +150,7 @@ def test_an_addons_loss_is_moco_v3s_plus_weight_times_its_own(name, layer):
     inv = ser.SER(model.base, [])(views[:2])["loss"]
     equiv = model.equivariance_loss(features, views)
     close(model(views), {"loss": inv + 0.7 * equiv, "inv": inv.detach(), "equiv": equiv.detach()})
+    check_gradients(model(views)["loss"], inv + 0.7 * equiv, [model.base.encoder.pos_embed])
 
 
 @parametrize("name", ADDONS)
@@ -186,8 +187,8 @@ DEFAULTS = {     # what departs from ser.py in a run on ImageNet
     "essl": f"{OF_ADDONS} --weight 1 --local-size 96 --local-area .05 .14"}
 SMALL = dict(
     dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
-    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), augself=dict(layer=4),
-    essl=dict(local_area=[0.1, 0.3]), multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
+    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), turned=dict(ratio=0.0),
+    augself=dict(layer=4), essl=dict(local_area=[0.1, 0.3]), multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
 
 
 @parametrize("name", SCRIPTS)

@@ -24,7 +24,7 @@ def test_a_timed_step_trains_the_whole_model(flags, images, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(True))
     flags = [*FLAGS, *flags.split()]
     model = ser.build(ser.parse(["--data", "given", *flags]))
-    monkeypatch.setattr(ser, "build", lambda args: model)
+    monkeypatch.setattr(ser, "build", lambda args: args.data and model)
     before = {key: p.clone() for key, p in model.named_parameters() if "patch_embed" not in key}
     project = model.base.encoder.blocks[0].attn.qkv
     project.register_forward_hook(lambda _, given, out: seen.append(out))

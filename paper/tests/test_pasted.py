@@ -15,7 +15,7 @@ from paper.tests.toys import CLASSES, class_folders, having, readme_table, train
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
-def train(root, weight, *flags, batch=6, epochs=2):
+def train(root, weight, *flags, batch=5, epochs=2):
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
     args = pasted.settings([*words.split(), *flags])
     vars(args).update(epochs=epochs, warmup_epochs=1, batch_size=batch, base_lr=0.1)
@@ -44,7 +44,7 @@ def test_the_loss_is_trained_and_what_was_trained_is_evaluated(tmp_path):
     assert row["rot90 retrieval with jitter"] == pytest.approx(turns) and ": 15 " in row["val"]
     assert (row["weight"], row["epochs"], found[0]["settings"]["workers"]) == (0.1, 2, 0)
     encoder = ser.load_encoder(ser.Path(args.out, "encoder.pt"))
-    assert row["weights"] == eval_linear.fingerprint(encoder)
+    assert row["weights"] == eval_linear.fingerprint(encoder) and encoder.depth == 6
     torch.testing.assert_close(encoder(val / 255).cls, model.vit(val / 255))
 
 
@@ -91,6 +91,7 @@ def pasted_rank(rank, ranks, root):
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
         assert torch.is_autocast_enabled("cpu") and len(images1) == 8
+        assert not images1.equal(more[0])     # other colours
         shared = more[1].initial_seed(), more[1].get_state().sum().item()
         seen.append((x1.flatten(1).sum(1).tolist(), torch.initial_seed(), *shared))
         return forward(model, x1, x2, images1, *more)
