@@ -185,10 +185,10 @@ DEFAULTS = {     # what departs from ser.py in a run on ImageNet
     "augself": f"{OF_ADDONS} --weight .5", "equimod": f"{OF_ADDONS} --weight 1 --temperature .2",
     "stl": f"{OF_ADDONS} --weight 1 --temperature .2",
     "essl": f"{OF_ADDONS} --weight 1 --local-size 96 --local-area .05 .14"}
-SMALL = dict(
-    dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
-    barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02), turned=dict(ratio=0.0),
-    augself=dict(layer=4), essl=dict(local_area=[0.1, 0.3]), multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
+SMALL = dict(dino=dict(hidden=512, outputs=1024, base_lr=1e-3, teacher_temp_epochs=2.0),
+             barlow_twins=dict(hidden=512, base_lr=1e-3, off_diagonal=0.02),
+             augself=dict(layer=4), essl=dict(local_area=[0.1, 0.3]), turned=dict(ratio=0.0),
+             multicrop=dict(local_area=[0.1, 0.4], epochs=4.0))
 
 
 @parametrize("name", SCRIPTS)
