@@ -237,8 +237,7 @@ def test_half_precision_has_the_values_of_fp32(dtype):
     g = sample_geometry(3, 4, generator=seeded(5))
     x = noise(3, 2, 4, 4).to(dtype)
     assert same(rho(g, x), rho(g, x.float()).to(dtype))
-    almost_1 = torch.ones(1, 1, 4, 4).double() - 1e-9
-    assert ser.resize(almost_1, (3, 3)).max() < 1     # doubles stay doubles
+    assert ser.resize(torch.ones(1, 1, 4, 4).double() - 1e-9, (3, 3)).max() < 1     # in doubles
 
     z, z_prime = noise(2, 3, 4, 6).to(dtype)
     l_equiv = patch_ntxent(z.float(), z_prime.float())
@@ -839,9 +838,9 @@ def test_numbers_are_checked_where_they_enter(module, flags, capsys):
         assert f"argument {flag.split('=')[0]}: invalid" in capsys.readouterr().err
 
 
-@parametrize("epochs, warmup", [(1.0, 0.1), (0.5, 0.05), (1.5, 1.0)])
-def test_a_run_as_short_as_its_warmup_warms_up_for_a_tenth(epochs, warmup):
-    assert toy(epochs=epochs, warmup_epochs=1.0).warmup_epochs == warmup
+@parametrize("epochs, ask, warmup", [(1.0, 1.0, 0.1), (0.5, 1.0, 0.05), (1.5, 1.0, 1.0), (1, 0, 0)])
+def test_a_run_as_short_as_its_warmup_warms_up_for_a_tenth(epochs, ask, warmup):
+    assert toy(epochs=epochs, warmup_epochs=ask).warmup_epochs == warmup
 
 
 @parametrize("gpu", [False, True])
@@ -1460,10 +1459,11 @@ def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
     assert made_by[own["trained"]]["settings"]["cls_layer"] == 3
 
 
-def test_without_f1_equivariance_is_that_of_block_1(tmp_path):
+@parametrize("flags, blocks", [("--knn", {1}), ("--equivariance", {1, 2, 3})])
+def test_without_data_and_f1_block_1_is_measured_if_no_flag_asks_for_all(flags, blocks, tmp_path):
     path = write_checkpoint(tmp_path, image_size=8, cls_layer=0)
-    rows = evaluate_by(path, "--knn")
-    assert {row["block"] for row in rows if not row["classes"]} == {1}
+    rows = evaluate_by(path, flags)
+    assert {row["block"] for row in rows if not row["classes"]} == blocks
 
 
 def test_readmes_output_is_what_the_commands_print(synthetic, capsys):
