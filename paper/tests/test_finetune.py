@@ -79,7 +79,8 @@ def done(tmp_path_factory):
 
 
 def test_it_begins_with_the_encoder_and_a_head_of_the_seed(done, tmp_path, monkeypatch):
-    (whole, line), began = done, []
+    whole, line = done
+    began = []
     monkeypatch.setattr(finetune, "train", lambda model, *_: began.append(model))
     for seed in "01":
         call(finetune, line, f"--out {tmp_path} --seed {seed}")

@@ -29,8 +29,7 @@ def test_lambda_reaches_our_gradients_and_both_lambdas_see_the_same_images(capsy
     assert found["release", "projector"][:2] == ["none", "none"]
     zero, large, verdict = found["ours", "projector"]
     assert zero == "0" and float(large) == pytest.approx(9680, rel=0.05)     # of these transforms
-    mirrored, _, other = found["ours", "encoder"]
-    assert float(mirrored) == pytest.approx(179, rel=0.05) and verdict == other == "different"
+    assert verdict == found["ours", "encoder"][2] == "different"
 
 
 @pytest.mark.skipif(not CLONE, reason="SER_RELEASE names no clone of the authors' code")
