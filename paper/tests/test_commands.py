@@ -45,3 +45,12 @@ def test_each_command_line_is_one_that_its_script_takes(name):
 def test_each_script_reads_its_command_line(name, monkeypatch):
     monkeypatch.setattr("sys.argv", [name, "--help"])
     raises(SystemExit, runpy.run_path, str(ROOT / name), run_name="__main__")
+
+def test_trainings_of_other_settings_have_other_folders_and_what_is_evaluated_was_trained():
+    trained, evaluated = {}, set()
+    for *_, script, flags in [*commands("README.md"), *commands("paper/README.md")]:
+        args = vars(parse(script, flags))
+        if "base_lr" in args and "checkpoint" not in args:
+            assert trained.setdefault(args["out"], (script, args)) == (script, args)
+        evaluated |= {flag for flag in flags if re.fullmatch(r"runs/\S+/last.pt", flag)}
+    assert evaluated <= {f"{out}/last.pt" for out in (*trained, "runs/given")}

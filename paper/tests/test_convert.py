@@ -16,8 +16,7 @@ def run(*words):
 @parametrize("heads", [2, 4, 12])     # of a bare state dict, DeiT's, and moco-v3's checkpoint
 def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     timms = pytest.importorskip("timm").models.VisionTransformer
-    vit = timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0)
-    shake(vit.eval())
+    vit = shake(timms(16, 4, embed_dim=24, depth=2, num_heads=heads, num_classes=0).eval())
     others = vit.state_dict() | {"blocks.0.ls1.gamma": torch.ones(24)}     # no plain ViT's
     pytest.raises(RuntimeError, convert.from_timm, others, heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out

@@ -30,7 +30,7 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     assert copies(photo, 0).ne(copies(photo, 1)).flatten(1).any(1).all()     # both recoloured
 
 
-def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch):
+def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch, capsys):
     saved = saved_pictures(monkeypatch)
     val = class_folders(tmp_path / "val", size=18)
     write_image(ser.Path(val, "n00/._000.png"), pixels(3, 18, 18))
@@ -63,6 +63,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     exif[0x0112] = 6
     Image.open(f"{val}/n01/001.png").rotate(90).save(phone, exif=exif)
     call(correspondence, f"--data {phone} --layer 3", runs)
+    assert "block 3" in capsys.readouterr().out
     toy_checkpoint(tmp_path / "moco", seed=3, ratio=0, equiv_layers=[])
     call(correspondence, f"--data {phone} --layer 3", runs)
     assert len({path for _, path, _ in saved}) == 3     # none replaces another, or older weights

@@ -119,6 +119,13 @@ def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(he
             assert numbers(cell) == pytest.approx(wanted[:2 if "±" in cell else 1]), (title, run)
 
 
+def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
+    printed, = tables("imagenette-10", capsys, "--seeds 0 --names control SER-0.1")
+    for title, cells in readme_table("paper/README.md", "|  | control |").items():
+        for run, cell in cells.items():
+            assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
+
+
 def test_readme_repeats_tables_of_the_index():
     headers = ["| 100 epochs |", "| 10 epochs |", "| 200", "| ViT-S/16", "| in float", "| ten ep"]
     hundred, *others = [readme_table("paper/README.md", header) for header in headers]
@@ -140,6 +147,9 @@ def test_readme_repeats_tables_of_the_index():
                   for cells in linear for run in runs if run in cells]
         assert f"{round(min(behind))} to {round(max(behind))}" in row.values()
 
+    for title, cells in readme_table("README.md", "| pasted").items():
+        assert {*cells.values()} < {*readme_table("paper/README.md", "| pasted")[title].values()}
+
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -152,8 +162,6 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
               for kind in ("rot90", "hflip", "scale")]
     titles += [["linear top-1 %, block 6"], ["turned linear top-1 %, block 6"]]
     runs = ["MoCo-v3", "control", "SER-0.1", "SER", "turned", "turned-SER"]
-    shown = [axes.get_title("left").split(", ")[1] for axes in panels]
-    assert shown == ["rotated", "flipped", "scaled", "upright", "rotated"]
     for axes, of_panel in zip(panels, titles, strict=True):
         wanted = [numbers(printed[title][run])[0] for run in runs for title in of_panel]
         bars = sorted(axes.patches, key=lambda bar: -bar.get_window_extent().y0)     # from above
@@ -163,6 +171,9 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     names = [label.get_text() for label in panels[0].get_yticklabels()]
     assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
                      "MoCo-v3 + rotation", "SER, λ = 0.5, + rotation"]
+    upright = [row for row in rows if "turned" not in row["measure"]]
+    shown = [axes.get_title("left").split(", ")[1] for axes in imagenette.draw(upright).axes]
+    assert shown == ["rotated", "flipped", "scaled", "upright"]
 
 
 def test_the_encoders_that_are_here_are_those_of_the_rows():

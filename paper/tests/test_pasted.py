@@ -15,10 +15,10 @@ from paper.tests.toys import CLASSES, class_folders, having, readme_table, train
 from test_ser import close, noise, paste, pixels, run_ranks, same, seeded, sentence, slow_info_nce
 
 
-def train(root, weight, *flags, batch=5, epochs=2):
+def train(root, weight, *flags, batch=5):
     words = f"--data {root} --out {root}/out-{weight} --workers 0 --weight {weight}"
     args = pasted.settings([*words.split(), *flags])
-    vars(args).update(epochs=epochs, warmup_epochs=1, batch_size=batch, base_lr=0.1)
+    vars(args).update(epochs=2, warmup_epochs=1, batch_size=batch, base_lr=0.1)
     return args, pasted.train(args)
 
 
@@ -72,8 +72,8 @@ def test_views_are_four_with_colours_of_their_own_and_crops_imagenettes(monkeypa
     photo = pasted.v2.ToPILImage()(pixels(3, 70, 90))
     assert len({view.sum().item() for view in pasted.four_views(photo)}) == 4
     monkeypatch.setattr(pasted, "JITTER", pasted.v2.PILToTensor())
-    _, _, *whole = pasted.four_views(photo)     # of the image, uncropped
-    assert same(whole, 2 * [pasted.JITTER(pasted.RESIZE(photo))])
+    whole = pasted.JITTER(pasted.RESIZE(photo))     # uncropped
+    assert same(pasted.four_views(photo)[2:], (whole, whole))
     crop, flip, jitter = pasted.CROP.transforms
     assert crop.scale == (0.2, 1.0) and flip.p == 0.5
     assert [change.p for change in jitter.transforms[:2]] == [0.8, 0.2]
@@ -90,17 +90,14 @@ def pasted_rank(rank, ranks, root):
 
     def look(model, x1, x2, images1, *more):
         assert min(x1.min(), x2.min(), images1.min()) < 0     # normalised
-        assert torch.is_autocast_enabled("cpu") and len(images1) == 8
-        assert not images1.equal(more[0])     # other colours
+        assert torch.is_autocast_enabled("cpu") and len(images1) == 8 and not images1.equal(more[0])
         shared = more[1].initial_seed(), more[1].get_state().sum().item()
         seen.append((x1.flatten(1).sum(1).tolist(), torch.initial_seed(), *shared))
         return forward(model, x1, x2, images1, *more)
 
     pasted.Model.forward = look
-    pasted.DistributedSampler = Mock(wraps=pasted.DistributedSampler)
     pasted.CROP = pasted.v2.Compose([pasted.v2.Resize((64, 64)), pasted.v2.PILToTensor()])
     _, model = train(root, 0.1, "--seed", "2", batch=18)
-    assert pasted.DistributedSampler.call_args.kwargs["seed"] == 2000
     return seen, model.state_dict()
 
 
@@ -113,8 +110,6 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
         assert len({*x1, *x2}) == 18
     assert seen1[0][0] != seen1[2][0] and len({draws for *_, draws in seen1}) == 4
     assert same(weights1, weights2)
-    starts = [train(tmp_path, 1, "--seed", seed, epochs=0)[1].vit.pos_embed for seed in "12"]
-    assert not torch.equal(*starts)
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
