@@ -345,7 +345,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Other sets have these names: `train`, and `crops`, the random crops of its images.
+        # Rows call training images `train`, and `crops` may be taken for crops of these.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -531,7 +531,11 @@ def knn(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) 
 
 # ==== 7. Equivariance: do the tokens move as the image moves? (paper A.2) =============
 # Here f1 is any function that makes a map of an image, such as the first so many blocks.
-# `cosine` is A.2's score, and `retrieval` a measure of our own.
+# Tokens z_ij of rho_g(f1(x)) are compared with tokens z'_ij of f1(rho_g(x)), of image i
+# at place j.
+#     cosine       A.2's score: the mean of cos(z_ij, z'_ij)
+#     retrieval    a measure of our own: the share of z_ij for which cos(z_ij, z'_mn) is
+#                  largest at m = i and n = j
 PART_SIZE = 32     # images at a time; `retrieval` searches among their tokens
 
 
@@ -546,7 +550,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
     from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2: g has the scaling of g2 alone, and does not undo that of g1.
+    # Choice, unlike A.2: no g1 has scaled the images, so g scales them as g2 does, and
+    # does not undo the scaling of g1.
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
         g1 = transforms_of_part(x, patch, element, number, view=1)
@@ -560,8 +565,9 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """The share of tokens of rho_g(f1(x)) whose nearest token, among all of f1(rho_g(x)) of
-    32 images, is at the same place of the same image. Chance is about 1 / (32 H W).
+    """The share of tokens of rho_g(f1(x)) that are found in f1(rho_g(x)). A token is found
+    if, of all tokens of 32 images there, the one at its own place in its own image is the
+    most similar to it. Chance is about 1 / (32 H W).
 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
         should begin with a colour jitter, without which the mean colour of a patch is enough to
@@ -569,15 +575,15 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     images: (n, 3, S, S), as f1 takes them. n should be a multiple of 32, as a token is found
         more easily among fewer images.
     element: what moves images, "rot90", "hflip" or "scale". All 32 images get one scaling.
-        If a map has few tokens, some scalings keep its size: the share is too high."""
+        Some scalings keep the size of a small map, and then too many tokens are found."""
     h, w = images.shape[-2:]
     if h != w or h % patch > 0:
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
     for number, x in enumerate(images.split(PART_SIZE)):
-        # The transforms are g2 of `cosine`, but every image turns, or flips. `sample_geometry`
-        # leaves some images unmoved. Without jitter, all their tokens would be found.
+        # These are the transforms g2 of `cosine`, but every image turns, or flips. Of images
+        # that `sample_geometry` leaves unmoved, all tokens would be found.
         g = transforms_of_part(x, patch, element, number, view=2)
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

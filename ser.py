@@ -130,15 +130,17 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
 
 
 def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, C, h, w) -> (B, C, *size), for crops, rho and position embeddings."""
+    """(B, C, h, w) -> (B, C, *size): pixels, maps and position embeddings."""
     if x.shape[-2:] == size:
         return x
 
-    # On CPUs, only these types can be antialiased, and here there are no others. Those of
-    # other code are resized in float32, on GPUs as well, so that devices agree.
+    # On a CPU, PyTorch can antialias only these types. Images and maps have them here,
+    # also under autocast. Other types, which other code may have, are resized in float32,
+    # and on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
+    # Paper: one operator resizes images and maps (3.2).
     # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
@@ -165,8 +167,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # Its strides are exchanged, and `where` would keep them. Then later sums would add in
-    # another order, and round differently.
+    # rot90 returns other strides, which `where` can pass on. Sums over such a tensor
+    # would round in another way than sums over the same values in the usual order.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -252,7 +254,7 @@ def b2_per_rank(args: Namespace, ranks: int) -> int:
 
 
 class Item(NamedTuple):
-    """What the data set is asked for."""
+    """Which image a loader asks the data set for, and how it is to be augmented."""
     epoch: int
     image_index: int
     in_b2: bool
@@ -342,6 +344,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
         aug = Augmentation(top / h, left / w, height / h, width / w, flip)
 
     # Choice: b2, which 3.2 does not crop, is squashed to squares, to be one tensor with b1.
+    # Its pixels are resized once more by rho.
     pixels = resize(image[None], (policy.size, policy.size))[0]
     if aug.flip:
         pixels = pixels.flip(-1)
@@ -920,7 +923,7 @@ def arguments() -> ArgumentParser:
     add("--epochs", positive, 100.0, "passes over the images, also fractions (4.1)")
     add("--warmup-epochs", nonnegative, 10.0,
         "epochs of linear warmup (4.1); if --epochs is not larger, a tenth of --epochs")
-    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: as in the release.
+    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: 3e-4, as in the release.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
     # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
