@@ -46,7 +46,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add("--iterations", type=ser.count, default=45000, help="training steps (paper: 45k)")
     add("--batch-size", type=ser.count, default=32, help="images per step, over all ranks")
     add("--base-lr", type=ser.positive, default=1e-4, help="rate, for any batch (ViTDet: for 64)")
-    add("--size", type=ser.count, default=800, help="shorter side, pixels (at least ten patches)")
+    add("--size", type=ser.count, default=800, help="shorter side of images, pixels")
     add("--save-every", type=ser.count, default=500, help="steps between checkpoints and log lines")
     return parser.parse_args(argv)
 
@@ -106,8 +106,15 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     # Choice: RPN and box head are torchvision's; ViTDet's have more convolutions. Sides are
     # padded to multiples of 4 patches, the side of the coarsest cells. Otherwise anchors would
     # lie beside their cells, as torchvision rounds the spacing of anchors down.
-    return FasterRCNN(Pyramid(encoder), classes, args.size, longest,
-                      rpn_anchor_generator=anchors, size_divisible=4 * encoder.patch_size)
+    coarsest = 4 * encoder.patch_size
+    model = FasterRCNN(Pyramid(encoder), classes, args.size, longest,
+                       rpn_anchor_generator=anchors, size_divisible=coarsest)
+
+    # torchvision takes the scales of the maps from the first images, without their padding. Wide
+    # ones, which are mostly padding, would give wrong scales. So the first one is a square.
+    maps = model.backbone(torch.zeros(1, 3, coarsest, coarsest))
+    model.roi_heads.box_roi_pool(maps, [torch.zeros(1, 4)], [(coarsest, coarsest)])
+    return model
 
 
 # ==== Data: COCO as it is downloaded =====================================================

@@ -37,8 +37,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     # Choice: fewer than MAE's ViT-B (100) and MoCo-v3's (150), which train with mixup.
     add("--epochs", type=ser.count, default=50, help="passes over the training images")
-    add("--batch-size", type=ser.count, default=1024, help="images per step, over all ranks")
     # Choice: MAE's values for its base model, with the layer decay of its larger ones.
+    add("--batch-size", type=ser.count, default=1024, help="images per step, over all ranks")
     add("--base-lr", type=ser.positive, default=5e-4, help="rate of the head for 256 images")
     add("--weight-decay", type=ser.nonnegative, default=0.05, help="of AdamW, on matrices")
     add("--layer-decay", type=ser.positive, default=0.75, help="of the rate from block to block")

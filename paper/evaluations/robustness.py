@@ -65,8 +65,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def load_head(args: Namespace, checkpoint: eval_linear.Checkpoint) -> Namespace:
     """--head, or the one head of this encoder beside the checkpoint: its path, linear (B, K) ->
-    (B, C), classes, and what rows say of it, `made`. Exits with one sentence if no head fits, or
-    several do."""
+    (B, C), classes, and what rows say of it, `made`. Exits if no head fits, or several do."""
     paths = [args.head] if args.head else Path(args.checkpoint).parent.glob("head-*.pt")
     fitting = {}
     for path in paths:
@@ -102,8 +101,7 @@ def transform_of(kind: str, name: str, encoder: ser.ViT) -> v2.Transform:
 
 def score_images(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
                  args: Namespace) -> tuple[list[float], DatasetFolder]:
-    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, among all classes of the head; and the
-    images."""
+    """Top-1 and top-5 in percent of folder/CLASS/*.JPEG, and the images."""
     images = eval_linear.ClassFolder(folder, transform, head.classes)
     features, labels = eval_linear.extract(encoder, images, args)
     all_classes = torch.arange(len(head.classes)).to(labels)
@@ -122,9 +120,8 @@ def read_video(path: str) -> Tensor:
 
 def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.Transform,
                  args: Namespace) -> tuple[list[float], DatasetFolder]:
-    """Top-1 and top-5 in percent of folder/CLASS/*.mp4, among all classes of the head: the mean
-    over videos of the mean over their frames (Choice: of all frames); and the videos, which
-    ranks share."""
+    """Top-1 and top-5 in percent of folder/CLASS/*.mp4, the mean over videos of the mean over
+    their frames (Choice: of all frames); and the videos, which ranks share."""
     ranks, rank = ser.ranks_and_rank()
     videos = DatasetFolder(folder, read_video, (".mp4",), transform)
     own = Subset(videos, range(rank, len(videos), ranks))
@@ -147,12 +144,8 @@ def score_videos(encoder: ser.ViT, head: Namespace, folder: Path, transform: v2.
 def find_sets(kind: str, root: str) -> dict[str, Path]:
     """Set -> folder, for the sets of C ("fog/3") or P ("tilt") that exist as root/SET. For
     turned images, the folder is root. Exits with one sentence if there is no set."""
-    folders = {}
-    for name in SETS[kind]:
-        folder = Path(root) if kind == "turned" else Path(root, name)
-        if folder.is_dir():
-            folders[name] = folder
-
+    folders = {name: Path(root, "" if kind == "turned" else name) for name in SETS[kind]}
+    folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
     if not folders:
         sys.exit(f"there is no set of {kind} at {root}")
     return folders
@@ -169,8 +162,10 @@ def table(kind: str, results: dict, classes: int) -> str:
         values = values.unflatten(0, (-1, 5)).mean(1)
         names = CORRUPTIONS
 
+    title = f"{kind}: percent among {classes} classes"
     titles = ["top-1", "top-5"]
     if kind in PAPER:
+        title += " (the paper's: 1000 classes, top-1, top-5)"
         titles += ["MoCo-v3", "SER", "MoCo-v3", "SER"]
         paper = torch.tensor([float(cell) for cell in PAPER[kind].split()])
         values = torch.cat([values, paper.view(4, -1).T], dim=1)
@@ -179,8 +174,7 @@ def table(kind: str, results: dict, classes: int) -> str:
     mean = values[there].mean(0)
     titled = f"mean of {there.sum()}"     # the paper's means are of the same columns as ours
 
-    lines = [f"{kind}: percent among {classes} classes (the paper's: 1000 classes, top-1, top-5)",
-             " " * 18 + "".join(f"{title:>9}" for title in titles)]
+    lines = [title, " " * 18 + "".join(f"{column:>9}" for column in titles)]
     for name, row in zip([*names, titled], [*values, mean]):
         lines.append(f"{name:18}" + "".join(f"{value:9.2f}" for value in row))
     return "\n".join(lines)

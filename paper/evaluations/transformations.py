@@ -91,8 +91,7 @@ def probe(train: Tensor, test: Tensor, versions: list, seed: int) -> float:
 
 
 def evaluate(args: Namespace, device: torch.device) -> None:
-    """Measure a checkpoint, and the encoder that its run began with or, if that is unknown,
-    random weights. Write the result and print it."""
+    """Measure a checkpoint and its untrained encoder, write the result and print it."""
     checkpoint = eval_linear.read_checkpoint(args)
     path = eval_linear.results_path(args, "transformations.json")
     run = Namespace(**checkpoint.settings)

@@ -55,7 +55,7 @@ def count_costs() -> dict[str, float]:
     # 18.63 G result if each GPU computes L_equiv of all anchors in both directions. The release,
     # for two views, has half of the keys, and projects the momentum branch's tokens, too.
     everywhere = gpus * directions * loss
-    counts["ser: the paper's count"] = own + (projector + everywhere) / 256
+    counts["ser: all GPUs' anchors"] = own + (projector + everywhere) / 256
     counts["ser: the release's count"] = own + (2 * projector + everywhere / 2) / 256
     return counts
 

@@ -45,7 +45,8 @@ EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"
 AUGSELF = f"--weight 0.5 {PLAIN}"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
 # Choice: in the runs `layer-N` [CLS] enters after L_equiv's block. After block 12 no block is left,
-# so there it enters at the input. With all layers it enters after block 3.
+# so there it enters at the input. With all layers it enters after block 3. Blocks without a
+# number of the paper are ours, as its text does not name those of Figure 3.
 LISTS = {
     "layers": [
         Run("layer-1", "--equiv-layers 1 --cls-layer 1"),

@@ -27,8 +27,8 @@ def arguments(name: str, **defaults: float) -> ArgumentParser:
     """The flags of ser.py with other defaults, and those that all four methods add."""
     parser = ser.arguments()
     parser.set_defaults(out=f"runs/{name}", **PLAIN, **defaults)
-    parser.epilog = ("--weight is of L_eq, --temperature of its InfoNCE, if it has one. "
-                     "--ratio must be 0; --equiv-layers and --group have no effect.")
+    parser.epilog = ("--weight is of L_eq (stl: also of L_tr), --temperature of its InfoNCE, if it "
+                     "has one. --ratio must be 0; --equiv-layers and --group have no effect.")
     add = parser.add_argument
     add("--layer", type=count, help="L_eq is on [CLS] after this block (12 or 3); none: the last")
     # Choice: MoCo-v3's T for all four; the headers of AugSelf and STL tell the release's.

@@ -32,6 +32,8 @@ from ser import Augmentation, View
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; weight and temperature are EquiMod's and the release's."""
+    # Choice: as in the release, L_inv is a sum of two InfoNCE, and L_eq a mean of two. In EquiMod
+    # both are means, so there L_eq weighs twice as much.
     return addon.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2))
 
 
@@ -52,7 +54,8 @@ def parameters(view: View) -> Tensor:
     aug = view.augmentation
     factors = augself.factors(aug)                                          # (B, 4)
     jittered = (factors != torch.tensor([1, 1, 1, 0])).any(dim=1)           # (B,)
-    # An image that is not jittered has the order 0, 1, 2, 3, as in EquiMod.
+    # Choice, unlike EquiMod, where each jittered image has an order: they share their view's, as
+    # `make_views` has it. An image that is not jittered has the order 0, 1, 2, 3, as there.
     order = torch.where(jittered[:, None], view.order, torch.arange(4))     # (B, 4)
 
     sigma = aug.blur * 224 / view.b1.shape[-1]     # that of a view of 224 pixels

@@ -13,6 +13,7 @@
     torchrun --nproc_per_node=8 -m paper.methods.essl --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/essl/last.pt
 
+The four local crops that 4.1 names are, as in the release, the turns of one.
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither paper nor release says if E-SSL or the control gave 70.6; we take
 E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR. We do not use it.

@@ -25,7 +25,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     parser = ser.arguments()
     parser.set_defaults(out="runs/multicrop")
     add = parser.add_argument
-    add("--local-size", type=count, default=96, help="side of local views, pixels")
+    add("--local-size", type=count, default=96, help="side of local views, pixels (release)")
     add("--local-area", type=share, nargs=2, default=[0.05, 0.25], help="of the image (release)")
     small = dict(out="runs/multicrop-small", local_size=16, local_area=[0.1, 0.4], epochs=4.0)
     args = ser.parse(argv, parser, ser.SMALL | small)

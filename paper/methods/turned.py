@@ -31,7 +31,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     return ser.parse(argv, parser, ser.SMALL | PLAIN | dict(out="runs/turned-small"))
 
 
-def dataset(source: list[str], args: Namespace) -> Turned:
+def dataset(source: list[str] | ser.Tensor, args: Namespace) -> Turned:
     """What `ser.two_view_dataset` returns, with turns."""
     return Turned(**vars(ser.two_view_dataset(source, args)))
 

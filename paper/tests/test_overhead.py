@@ -12,7 +12,7 @@ def test_the_counts_are_the_papers():
     assert overhead.count_costs() == {
         "moco: parameters": 42_890_368, "ser: parameters": 42_890_368 + 458_752 + 768,
         "moco: forward MACs": 18_475_782_144, "ser: forward MACs": 18_464_097_792,
-        "ser: the paper's count": 18_630_054_912, "ser: the release's count": 18_543_651_840}
+        "ser: all GPUs' anchors": 18_630_054_912, "ser: the release's count": 18_543_651_840}
 
 
 @pytest.mark.parametrize("flags, images, dtype", [
