@@ -60,9 +60,8 @@ def load_several(args: Namespace) -> list[Checkpoint]:
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
     """Write a matplotlib figure beside the other results. Its metadata say what made it. Their
     checksum in the file name protects pictures of other settings or weights."""
-    settings = vars(args) | {"weights": [run.fingerprint for run in runs]}
-    del settings["workers"]     # which change no picture
-    made_by = json.dumps(settings)
+    vars(args).pop("workers")     # which change no picture
+    made_by = json.dumps(vars(args) | {"weights": [run.fingerprint for run in runs]})
     path = eval_linear.results_path(args, f"{name}-{ser.checksum([made_by])}.png")
     figure.savefig(path, metadata={"Description": made_by})
     print(f"the picture is {path}")

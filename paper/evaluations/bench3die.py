@@ -36,7 +36,7 @@ def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line."""
     parser = eval_linear.arguments()
     parser.add_argument("--split", default="val_images.npy", help="list of validation objects")
-    parser.epilog = "--data is 3DIEBench, --cache takes one view of each object; nothing is cropped."
+    parser.epilog = "--data is 3DIEBench; --cache takes one view of an object. Nothing is cropped."
     args = eval_linear.parse(argv, parser)
     if args.val or args.test or args.equivariance:
         sys.exit("--val, --test and --equivariance are not for 3DIEBench")

@@ -262,8 +262,7 @@ def evaluate(args: Namespace, device: torch.device) -> None:
     if rank > 0:
         return
 
-    depth = checkpoint.encoder.depth
-    rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), depth)
+    rows = eval_linear.make_rows(results, "val2017", len(val.coco.cats), run["depth"])
     rows = [row | {"ranks": ranks} for row in rows]     # with which random numbers differ
     images = eval_linear.describe_sets({"train2017": train_set, "val2017": val})
     images += f", boxes {boxes[0]:08x} {boxes[1]:08x}"

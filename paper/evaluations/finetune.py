@@ -70,8 +70,7 @@ class Classifier(nn.Module):
 
 def groups(model: Classifier, args: Namespace) -> list[dict]:
     """AdamW's groups, of parameters with equal rate and decay. `scale` multiplies the learning
-    rate: layer_decay to the power of the number of layers above. The head and the last norm
-    have no layers above."""
+    rate: layer_decay to the power of the number of layers above."""
     encoder = model.encoder
     layers = [[*encoder.norm.parameters(), *model.head.parameters()]]
     layers += [list(block.parameters()) for block in reversed(encoder.blocks)]

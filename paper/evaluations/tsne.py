@@ -3,9 +3,8 @@
     python -m paper.evaluations.tsne --data /imagenet/val --checkpoint runs/{moco,main}/last.pt
 
 The paper shows 20 classes of ImageNet-1k, and of ImageNet-C's defocus blur, for MoCo-v3 and
-MoCo-v3 + SER. It sees "clearer qualitative separation for several classes", without a number.
-It names neither the classes nor the split of the images nor the severity of the blur. Images of
-ImageNet-C are cropped already: use --ready. Another --seed has other classes.
+MoCo-v3 + SER, without a number. It names neither classes, split nor severity. Images of ImageNet-C
+are cropped already: use --ready. Another --seed has other classes.
 """
 import sys
 from argparse import Namespace

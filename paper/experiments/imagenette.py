@@ -38,8 +38,7 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """A figure with bars for each run: patches matched after the first and the last block measured,
-    and accuracies."""
+    """Bars for each run: patches matched after the first and the last block, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})

@@ -57,10 +57,9 @@ class Model(nn.Module):
 
     def forward(self, x1, x2, images1, images2, shared):
         """SimCLR's loss of the views x1 and x2, and L_equiv of images1 and images2."""
-        # Choice: tau is .2, with the factor of 2 tau that `info_nce` has.
         z1 = self.head(self.vit(x1))
         z2 = self.head(self.vit(x2))
-        inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)
+        inv = ser.info_nce(z1, z2, 0.2) + ser.info_nce(z2, z1, 0.2)     # Choice: tau is .2
 
         g1 = ser.sample_rank_geometry(len(images1), 8, shared)
         g2 = ser.sample_rank_geometry(len(images2), 8, shared)

@@ -44,9 +44,8 @@ PLAIN = "--ratio 0 --cls-layer 0"
 EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"
 AUGSELF = f"--weight 0.5 {PLAIN}"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
-# Choice: in the runs `layer-N` [CLS] enters after L_equiv's block. After block 12 no block is left,
-# so there it enters at the input. With all layers it enters after block 3. Blocks without a
-# number of the paper are ours, as its text does not name those of Figure 3.
+# Choice: in layer-N, [CLS] enters after block N, but in layer-12 at the input, as no block is left.
+# Choice: the blocks without an accuracy, as the paper's text does not name those of Figure 3.
 LISTS = {
     "layers": [
         Run("layer-1", "--equiv-layers 1 --cls-layer 1"),

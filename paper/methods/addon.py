@@ -86,8 +86,7 @@ class AddOn(nn.Module):
 
 
 def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
-    """An MLP of AugSelf and STL: linear layers, with BatchNorm and ReLU between them. Unlike in
-    ser.mlp, nothing follows the last, which alone may have a bias."""
+    """An MLP of AugSelf and STL, BatchNorm and ReLU between layers. The last may have a bias."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in zip(widths[:-2], widths[1:-1]):
         linear = nn.Linear(fan_in, fan_out, bias=False)

@@ -37,9 +37,8 @@ def settings(argv: list[str] | None = None) -> Namespace:
 
 def optimizer(model: nn.Module, args: Namespace) -> Optimizer:
     """ser.py's. Each gradient of K (L_inv + lambda L_equiv) is clipped at 0.3, a parameter at
-    a time, as in the release. K undoes the division of L_inv, so lambda weighs K times as much
-    as beside Eq. 1. In the release it weighs R times as much, as L_inv's gradient is divided
-    by R. On eight GPUs, it weighs 8192 / 8 = 1,024 times as much here as there."""
+    a time, as in the release. K undoes the division of L_inv. Beside Eq. 1 of the authors, lambda
+    weighs K times as much here, and R times in the release, which divides L_inv's gradient."""
     adamw = ser.adamw(model, args)
 
     def clip(adamw: Optimizer, *_: object) -> None:

@@ -18,6 +18,7 @@
 
 EquiMod's own paper has SimCLR and BYOL, a ResNet-50, and a projector of width 2048. There, the
 negatives of y are all other y and yhat; here they are the other yhat only, as in the release.
+There, L_inv and L_eq are means. Here, as in the release, L_inv is a sum of two: it weighs double.
 """
 from argparse import Namespace
 
@@ -32,8 +33,6 @@ from ser import Augmentation, View
 
 def settings(argv: list[str] | None = None) -> Namespace:
     """The settings of a command line; weight and temperature are EquiMod's and the release's."""
-    # Choice: as in the release, L_inv is a sum of two InfoNCE, and L_eq a mean of two. In EquiMod
-    # both are means, so there L_eq weighs twice as much.
     return addon.parse(argv, addon.arguments("equimod", weight=1.0, temperature=0.2))
 
 
@@ -54,8 +53,7 @@ def parameters(view: View) -> Tensor:
     aug = view.augmentation
     factors = augself.factors(aug)                                          # (B, 4)
     jittered = (factors != torch.tensor([1, 1, 1, 0])).any(dim=1)           # (B,)
-    # Choice, unlike EquiMod, where each jittered image has an order: they share their view's, as
-    # `make_views` has it. An image that is not jittered has the order 0, 1, 2, 3, as there.
+    # Choice, unlike EquiMod: jittered images share an order. Others have 0, 1, 2, 3, as there.
     order = torch.where(jittered[:, None], view.order, torch.arange(4))     # (B, 4)
 
     sigma = aug.blur * 224 / view.b1.shape[-1]     # that of a view of 224 pixels

@@ -4,7 +4,7 @@
     MoCo-v3, 2 views      42.9  68.44 / 88.02  17.65 / 31.87  56.54 / 78.68  18.59 / 30.08
     + E-SSL, 2+4 views    43.3  70.6  / 89.85  19.23 / 34.77  58.33 / 80.93  19.86 / 32.36
 
-    x_k = one crop of 96 x 96 pixels after k counter-clockwise quarter turns, k = 0, 1, 2, 3
+    x_k = a local view: one crop, 96 x 96 pixels, after k = 0, ..., 3 quarter turns to the left
     logits_k = head(f of x_k)
     L_eq = mean over images and k of cross-entropy(logits_k, k)              ln 4 at chance
     loss = L_inv + L_eq                                             L_inv: on views 1 and 2
@@ -13,7 +13,6 @@
     torchrun --nproc_per_node=8 -m paper.methods.essl --data /imagenet
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/essl/last.pt
 
-The four local crops that 4.1 names are, as in the release, the turns of one.
 The release also has a control: the turned crops are further queries of MoCo-v3, and no head
 predicts their turns. Neither paper nor release says if E-SSL or the control gave 70.6; we take
 E-SSL, as the row is named. E-SSL's own weight is 0.4, beside SimCLR. We do not use it.

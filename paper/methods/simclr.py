@@ -32,7 +32,7 @@ class SimCLR(nn.Module):
     def __init__(self, encoder: ser.ViT):
         super().__init__()
         self.encoder = encoder
-        self.head = ser.mlp(encoder.dim, 256, 64)     # Choice: smaller than SimCLR's, for an example
+        self.head = ser.mlp(encoder.dim, 256, 64)     # Choice: small, as this is an example
 
     def forward(self, views: list[ser.View], cls: list[Tensor]) -> Tensor:
         """A view is to find the other view of its image among the other views of all images."""

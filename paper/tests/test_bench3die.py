@@ -36,7 +36,7 @@ def seen(item):
     return OBJECTS[round(red / 20)], round(green / 5), label
 
 
-def test_the_split_is_that_of_the_list(args):
+def test_the_split_is_that_of_the_list(args, monkeypatch):
     _, train, crops, tests = bench3die.load_sets(args, 20)
 
     def listed(names, views):
@@ -48,9 +48,8 @@ def test_the_split_is_that_of_the_list(args):
 
     for flags in (["--val", "D"], ["--test", "x=D"], ["--equivariance"]):
         assert "--test" in sentence(bench3die.settings, ["--data=D", "--checkpoint=C", *flags])
-    (gone := ser.Path(args.data, VALIDATED[0])).rename(gone.with_name("elsewhere"))
-    assert VALIDATED[0] in sentence(bench3die.load_sets, args, 16)
-    gone.with_name("elsewhere").rename(gone)
+    monkeypatch.setattr(numpy, "load", lambda _: numpy.array([VALIDATED[0], "02691156/z"]))
+    assert "such as 02691156/z" in sentence(bench3die.load_sets, args, 16)
 
     drawn = [seen(eval_linear.Seeded(crops, 0, epoch)[3]) for epoch in [*range(500), 0, 1, 2]]
     assert drawn[500:] == drawn[:3] and set(drawn) == set(listed(["02747177/a"], range(50)))

@@ -52,7 +52,7 @@ def test_a_patch_size_that_torchvision_would_round_is_refused():
 
 
 def test_a_small_detector_finds_squares(tmp_path, capsys):
-    path = toy_checkpoint(tmp_path, image_size=32, patch_size=4, dim=48)
+    path = toy_checkpoint(tmp_path, image_size=32, dim=48)
     kinds = 70 * [(3, 8), (90, 16)]     # category, side
     objects = [(category, [i % 5 * 4, i % 7 * 2, side, side], 0)
                for i, (category, side) in enumerate(kinds)]
@@ -164,6 +164,9 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypat
     """Of a frozen encoder. With patches of 4, anchors have 8 to 128 pixels, coarsest cells 16."""
     encoder = ser.load_encoder(toy_checkpoint(tmp_path))
     model = coco.detector(encoder, 91, ser.Namespace(size=32, seed=0))
+    other = coco.detector(encoder, 91, ser.Namespace(size=32, seed=1))
+    assert not same(model.state_dict(), other.state_dict())
+    assert model.roi_heads.box_roi_pool.scales == [1, 0.5, 0.25, 0.125]     # before any image
     change = model.transform
     assert (change.min_size, change.max_size, change.size_divisible) == ((32,), 53, 16)
     normal = torch.stack([ser.MEAN, ser.STD]).flatten(1)

@@ -3,14 +3,14 @@ import torch
 
 import ser
 from paper.experiments import convert
-from paper.tests.toys import toy_checkpoint
+from paper.tests.toys import parsed, toy_checkpoint
 from test_ser import noise, parametrize, sentence, shake
 
 IMAGES = noise(3, 3, 16, 16, seed=1)
 
 
 def run(*words):
-    convert.convert(convert.settings([str(word) for word in words]))
+    convert.convert(parsed(convert, *words))
 
 
 @parametrize("heads", [2, 4, 12])     # of a bare state dict, DeiT's, and moco-v3's checkpoint
@@ -28,9 +28,9 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     torch.save(state, tmp_path / "timm.pth")     # as on a GPU
     out = tmp_path / "new" / "last.pt"
-    run("--from-timm", tmp_path / "timm.pth", out, "--heads", heads)
+    run(f"--from-timm {tmp_path}/timm.pth {out} --heads {heads}")
     torch.testing.assert_close(ser.load_encoder(out)(IMAGES).cls, vit(IMAGES))
-    run("--from-timm", tmp_path / "timm.pth", tmp_path / "late.pt", "--heads=2", "--cls-layer=1")
+    run(f"--from-timm {tmp_path}/timm.pth {tmp_path}/late.pt --heads 2 --cls-layer 1")
     assert ser.load_encoder(tmp_path / "late.pt").cls_layer == 1
     settings = ser.load_checkpoint(out)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data

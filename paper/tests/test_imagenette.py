@@ -56,10 +56,10 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     run_scripts_here(monkeypatch)
     monkeypatch.setattr(imagenette, "FLAGS", " ".join([*FLAGS, "--ratio 0.25"]))
     train_and_val(tmp_path / "D", 3, 2)
-    out = tmp_path / "runs"
-    line = f"--out {out} --names SER --bf16 --workers 0"
+    line = f"--out {tmp_path} --names SER --bf16 --workers 0"
     run_main(imagenette, f"--data {tmp_path}/D --seeds 4", line)
-    path = out / "SER-4/rows.json"
+    assert "| untrained | SER |" in capsys.readouterr().out
+    path = tmp_path / "SER-4/rows.json"
     rows = json.loads(path.read_text())
     linear, = having(rows, run="SER", measure="linear top-1 %", ranks=1, bf16=True)
     assert len(linear["values"]) == 3 and linear["own"] == "ser.py --weight 0.5"
@@ -70,7 +70,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     assert "one run and seed" in sentence(run_main, imagenette, both, path)
     changed = {f"{name}: ": {name: None} for name in ("flags", "images", "ranks", "bf16", "heads")}
     changed["weight 0.3"] = {"own": "ser.py --weight 0.3"}
-    others = out / "others.json"
+    others = tmp_path / "others.json"
     for told, changes in changed.items():
         others.write_text(json.dumps([row | {"seed": 5} | changes for row in rows]))
         assert told in sentence(run_main, imagenette, both, others)
@@ -82,8 +82,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         assert f"\n|  |{titles}\n" in told and f"{n} of {len(rows)} rows" in told
 
 
-def tables(name, capsys, flags=""):
-    run_main(imagenette, f"--show {FOLDER}/{name}.json", flags)
+def tables(capsys, flags=""):
+    run_main(imagenette, f"--show {FOLDER}/imagenette-10.json", flags)
     _, *texts = capsys.readouterr().out.split("the difference to")
     return [table_of(text) for text in texts]
 
@@ -120,7 +120,7 @@ def test_readmes_tables_are_what_is_printed_of_runs_with_weights_of_their_own(he
 
 
 def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(capsys):
-    printed, = tables("imagenette-10", capsys, "--seeds 0 --names control SER-0.1")
+    printed, = tables(capsys, "--seeds 0 --names control SER-0.1")
     for title, cells in readme_table("paper/README.md", "|  | control |").items():
         for run, cell in cells.items():
             assert numbers(cell) == pytest.approx(numbers(printed[title][run]), abs=0.5)
@@ -153,7 +153,7 @@ def test_readme_repeats_tables_of_the_index():
 
 def test_the_figure_has_what_is_printed(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    printed, _ = tables("imagenette-10", capsys, f"--figure {tmp_path}/figure.png")
+    printed, _ = tables(capsys, f"--figure {tmp_path}/figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 9999
 
     rows = [row for row in rows_of("imagenette-10") if row["run"] != "turned-control"]
@@ -185,7 +185,7 @@ def test_the_encoders_that_are_here_are_those_of_the_rows():
 
 
 def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(capsys):
-    over_control, over_moco = tables("imagenette-10", capsys)
+    over_control, over_moco = tables(capsys)
     control, moco = [table["linear top-1 %, block 6"] for table in (over_control, over_moco)]
     printed = [moco["SER"], moco["SER-0.1"], control["SER"], control["SER-0.1"],
                moco["control"], over_moco["20-NN top-1 %, block 6"]["SER"]]
@@ -194,8 +194,7 @@ def test_the_gains_that_are_claimed_are_the_differences_that_are_printed(capsys)
 
 
 def test_readmes_line_sorts_the_images_of_tiny_imagenet(tmp_path):
-    text = (ser.Path(ser.__file__).parent / "paper/README.md").read_text()
-    line, = re.findall(r"^\(cd tiny-imagenet.*", text, re.M)
+    line, = re.findall(r"^\(cd tiny.*", (FOLDER / "../README.md").read_text(), re.M)
     val = tmp_path / "tiny-imagenet-200" / "val"
     wanted = {"n02/val_0.JPEG", "n01/val_1.JPEG", "n02/val_2.JPEG"}
     for label, name in [path.split("/") for path in wanted]:

@@ -50,6 +50,8 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     assert theirs.call_count == ours.call_count == opened.call_count == 2 * 2 * 3
     threads.assert_called_with(1)     # of one core
     assert {(call.args[1].size, call.args[2]) for call in ours.call_args_list} == {(224, False)}
+    crops = {str(made.args[0].transforms[0]) for made in theirs.call_args_list}
+    assert crops == {str(T.RandomResizedCrop(224, (0.08, 1.0)))}
     drawn = [made.args[0].transforms[1:5] for made in theirs.call_args_list]
     assert {jitter.transforms[0].hue for jitter, *_ in drawn} == {(-0.1, 0.1)}
     shares = {tuple(change.p for change in changes) for changes in drawn}
@@ -62,7 +64,6 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
 def test_ratios_are_taken_within_a_round(monkeypatch, capsys):
     seconds = dict(a1=2.0, b1=3.0, a2=6.0, b2=12.0, a3=1.0, b3=9.0)     # 1.5, 2 and 9 times
     called = []
-
     clock = lambda: sum(seconds.get(name, 100) for name in called)
     monkeypatch.setattr(overhead.time, "perf_counter", clock)
     sides = {name: lambda number, name=name: called.append(f"{name}{number}") for name in "ab"}

@@ -43,16 +43,15 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "SHARED", [sweep.Run("SER", "--ratio .25", 69)])
     monkeypatch.setitem(sweep.LISTS, "r", [of_equimod])
     train_and_val(tmp_path, 3, 1)
-    line = f"--list r --data {tmp_path} --out {tmp_path}/runs --workers 0 --seeds 4 5 --base-lr 0.1"
+    line = f"--list r --data {tmp_path} --out {tmp_path} --workers 0 --seeds 4 5 --base-lr 0.1"
     argv = [line, f"--launcher '{sys.executable} -u'", *FLAGS]
     run_main(sweep, *argv)
     told = capsys.readouterr().out
     assert "| equi | untrained | SER |" in told and " (0.0 ± 0.0) |" in told     # SER minus SER
     assert " 69.51    0 in b2  -m paper.methods.equimod" in told and "69    2 in b2  ser.py" in told
     assert "| blocks read by heads | 3 | 2 | 2 |\n| linear top-1 %, block 3 | " in told
-    out = tmp_path / "runs"
-    written = [path.read_text() for path in sorted(out.glob("*/rows.json"))]
-    evaluation = out / "SER-5/eval.json"
+    written = [path.read_text() for path in sorted(tmp_path.glob("*/rows.json"))]
+    evaluation = tmp_path / "SER-5/eval.json"
     results = json.loads(evaluation.read_text())
     theirs = results["rows"]
     wanted = sweep.means(theirs, "SER", 5, (1, 3))     # L_equiv's block, and the last
@@ -66,7 +65,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
     evaluation.write_text(json.dumps(results))
     run_main(sweep, *argv)
     assert "eval_linear.py" not in capsys.readouterr().out     # what is done is not repeated
-    assert [path.read_text() for path in sorted(out.glob("*/rows.json"))] == written
+    assert [path.read_text() for path in sorted(tmp_path.glob("*/rows.json"))] == written
 
     # Nor does an evaluation of the run before it had ended, which names its start as well.
     results["rows"] = having(theirs, encoder="untrained")
@@ -78,7 +77,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(sweep.LISTS, "r", [sweep.Run("new", "--ratio .25")])
     assert "base_lr 0.1 (now 0.2)" in sentence(run_main, sweep, *argv, "--base-lr 0.2")
-    assert not (out / "new-4").exists()     # runs that are there refuse before another is trained
+    assert not (tmp_path / "new-4").exists()     # begun runs refuse before another is trained
 
 
 @parametrize("script, flags, told", [

@@ -16,12 +16,11 @@ def test_features_are_the_mean_patch_tokens_of_each_version(tmp_path):
     images = pixels(70, 3, 16, 16)
     data = [(image, "label") for image in images]
     found = version_features(encoder, data, [1, 3], 0)
-    for version, turns in enumerate([0, 1, 2, 3, 0]):
-        flip = torch.full((70,), version == 4)
-        g = ser.Geometry(flip, torch.full((70,), turns), (4, 4))
+    for v in range(5):     # 0 to 3 turns, then a flip
+        g = ser.Geometry(torch.full((70,), v == 4), torch.full((70,), v % 4), (4, 4))
         maps = encoder(ser.rho(g, ser.normalise(images / 255), 4), [1, 3]).maps
         for place, layer in enumerate([1, 3]):
-            close(found[:, version, place], maps[layer].mean((2, 3)).detach(), 1e-4)
+            close(found[:, v, place], maps[layer].mean((2, 3)).detach(), 1e-4)
 
 
 def labelled(n, seed, strength):
@@ -73,8 +72,7 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     assert ("78.68" in capsys.readouterr().out) == (layers == [1, 3])     # of flips, by SER
     results = tmp_path / "transformations.json"
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
-    for name, layer in product(encoders, layers):
-        encoder = encoders[name]
+    for (name, encoder), layer in product(encoders.items(), layers):
         features = [version_features(encoder, images, [layer], 0) for images in spread]
         place = {"encoder": name, "weights": eval_linear.fingerprint(encoder), "block": layer,
                  "images": eval_linear.describe_sets(sets)}

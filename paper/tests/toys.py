@@ -1,6 +1,5 @@
 """What the tests of paper/ share: toy checkpoints, folders of images, calls of scripts."""
 import contextlib
-import json
 import runpy
 import shlex
 import subprocess
@@ -49,9 +48,8 @@ def call(evaluation, *words):
 def saved_pictures(monkeypatch):
     """A list that gets the figure, path and metadata of each picture, in place of its file."""
     saved = []
-    module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(
-        module.Figure, "savefig", lambda *given, metadata: saved.append((*given, metadata)))
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    monkeypatch.setattr(figure, "savefig", lambda *x, metadata: saved.append((*x, metadata)))
     return saved
 
 
@@ -88,7 +86,7 @@ def having(rows, **keys):
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = json.loads(Path(path).read_text())["rows"]
+    rows = eval_linear.read_results(path)["rows"]
     for row in rows:
         encoder = ser.load_encoder(row["settings"]["checkpoint"])
         assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
