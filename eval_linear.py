@@ -15,8 +15,9 @@ these flags ask for other things:
     --equivariance     equivariance after every block, alone                   minutes
 
 Given with other flags of the table, --equivariance adds to what they measure. Without --data,
-every line takes seconds, images are not cropped, and equivariance of turns, after f1, is always
-measured. With equivariance, the untrained encoder is evaluated, too, which doubles the time.
+each of these takes seconds, images are not cropped, and equivariance of turns, after f1, is
+always measured. With equivariance, the untrained encoder is evaluated, too, which doubles the
+time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The file also has the training
 settings of all encoders. The first command above wrote this row, cut short here:
@@ -25,10 +26,11 @@ settings of all encoders. The first command above wrote this row, cut short here
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder. `block` is the block whose features are read. Heads
-also read the [CLS] of up to three blocks before it, where there is one. The file eval.jsonl has
-a line for each epoch of the heads, head-*.pt is the best linear head, and eval.lock, which is
-empty, keeps two evaluations from writing at once. A stopped evaluation begins anew.
+`weights` is a fingerprint of the encoder, and `settings` are flags of eval_linear.py. `block`
+is the block whose features are read. Heads also read the [CLS] of up to three blocks before it,
+where there is one. The file eval.jsonl has a line for each epoch of the heads, head-*.pt is the
+best linear head, and eval.lock, which is empty, keeps two evaluations from writing at once. A
+stopped evaluation begins anew.
 """
 import fcntl
 import hashlib
@@ -85,8 +87,8 @@ def arguments() -> ArgumentParser:
 
 
 def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
-    """The settings of a command line, and `with_heads`, whether they ask for heads. Another
-    evaluation gives a `parser` of its own."""
+    """The settings of a command line. They get `with_heads`, which says whether heads are
+    trained. Another evaluation gives a `parser` of its own."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
     if synthetic:     # small, as the images
@@ -143,8 +145,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder at the start of the pre-training, or a random encoder, if the weights come
-    from paper/experiments/convert.py, as their start is not known."""
+    """The encoder at the start of the pre-training. For weights that were converted by
+    paper/experiments/convert.py, whose start is not known, it is a random encoder."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -166,7 +168,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
-    checkpoints["trained"] = trained     # last: if its rows are there, all is done
+    checkpoints["trained"] = trained     # last, as sweep.py takes its rows for all
 
     _, rank = ser.ranks_and_rank()
     sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
@@ -240,7 +242,7 @@ def scores(head: nn.Sequential | None, train: Features, test: Features, candidat
 
 
 def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) -> list[dict]:
-    """Rows for pairs of an element and a block. All ranks do the same."""
+    """Rows for pairs of an element and a block. It is quick, so all ranks compute all rows."""
     # Choice: 512 images. `retrieval` compares 32 at a time, so a last, smaller part is left out.
     n = min(512, len(val))
     if n > PART_SIZE:
@@ -631,7 +633,7 @@ def map_after(encoder: ser.ViT, block: int, x: Tensor) -> Tensor:
 # ==== 8. Results: rows that say what made them ========================================
 def fingerprint(module: nn.Module) -> str:
     """A short text that tells the weights of modules apart. For an encoder, it ends in two
-    numbers that no weight shows, such as "-2-3": attention heads, blocks before [CLS]."""
+    numbers that weights do not tell, such as "-2-3": attention heads, blocks before [CLS]."""
     digest = hashlib.sha256()
     for weight in module.state_dict().values():
         digest.update(weight.cpu().numpy().tobytes())
@@ -679,10 +681,10 @@ def results_path(args: Namespace, name: str) -> Path:
 
 
 def save_head(folder: Path, head: dict, origin: dict) -> None:
-    """Write a linear head and what made it, `origin`. The file name has a checksum of
+    """Write a linear head and what made it, `origin`. The file name has a digest of
     `origin`, so no other head is overwritten."""
-    checksum = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
-    ser.save(folder / f"head-{checksum}.pt", **head, **origin)
+    digest = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]
+    ser.save(folder / f"head-{digest}.pt", **head, **origin)
 
 
 def read_results(path: Path) -> dict:

@@ -40,7 +40,8 @@ Comments and docstrings have three tags:
 
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv
 has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
-956 to 962). So the results of the paper may come from another version of the code.
+956 to 962). So the results of the paper may come from another version of the code. Still,
+most choices here follow it, as it is the only code that the authors have published.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -87,9 +88,9 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 
 class Geometry(NamedTuple):
-    """A transform g, from the image to a view or from view 1 to view 2: a flip, then quarter
-    turns, then a scaling. Choice: this order. The scaling is kept as the size that it leads to,
-    so a map of view 1 is resized once, to the size of view 2."""
+    """A transform g for each of B images, to a view, or from view 1 to view 2: a flip,
+    then quarter turns, then a scaling. Choice: this order. The scaling is kept as the size
+    that it leads to, so a map of view 1 is resized once, to the size of view 2."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # one size for all maps, after the scaling
@@ -230,9 +231,9 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
 #
-# ViewDataset seeds the global generators of Python and of PyTorch for each image, whose views
-# are sampled one after the other. `train` seeds PyTorch's for each step and rank, for methods
-# that sample.
+# For each image, ViewDataset seeds the global generators of Python and of PyTorch once, and
+# then samples its views. `train` seeds PyTorch's for each step and rank, for methods that
+# sample.
 
 
 def seed_of(*names: Any) -> int:
@@ -283,7 +284,7 @@ def batch_items(n_images: int, args: Namespace, start: int, end: int) -> Iterato
 
 # The operations of T are those of MoCo-v3.
 #
-#     of b1, by T        probability  of b2, by T_eq              applied by
+#     T, for b1          probability  T_eq, for b2                applied by
 #     a random crop      1            whole image, made a square  sample_view
 #     a horizontal flip  P_FLIP       -                           sample_view
 #     -                               flip, turns and a scaling   rho
@@ -356,8 +357,8 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of `pixels`, also for b2, although `rho` resizes b2
-        # before it is blurred.
+        # Choice: sigma scales with the side of the square, also for b2, whose views are larger
+        # or smaller when they are blurred.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -513,7 +514,7 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
-    # A Gaussian for each image, (B, 1, 1, 2 radius + 1), whose values sum to 1.
+    # A Gaussian for each image, (B, 1, 1, 2 radius + 1). Softmax makes its values sum to 1.
     kernel = torch.softmax(-(offsets ** 2) / (2 * sigma ** 2), dim=-1)
 
     # Images become channels, as a convolution in B groups has a kernel for each channel.
@@ -830,7 +831,7 @@ class SER(nn.Module):
         if view1.b2 is None:     # --ratio 0, for which `parse` leaves no layers either
             return {"loss": inv, "inv": inv.detach()}
 
-        # The control, of weight 0, computes L_equiv too, so it differs in nothing else.
+        # Also for weight 0, the control, which so differs in nothing but the weight.
         equiv = self.equiv_of_views(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -847,8 +848,8 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. For a text that is no such number, such as nan, they raise ValueError, and
-# argparse ends with an error that has the name of the function.
+# Types of flags. For other texts, such as nan, they raise ValueError. argparse then ends the
+# program with an error that names the function.
 def nonnegative(text: str) -> float:
     """A number from 0 on."""
     if not 0 <= float(text) < math.inf:
@@ -990,7 +991,7 @@ def seed_and_make_encoder(args: Namespace) -> ViT:
 
 def build(args: Namespace) -> SER:
     """The model of a run, on the CPU: MoCo-v3 + SER."""
-    encoder = seed_and_make_encoder(args)     # the next lines sample by this seed, too
+    encoder = seed_and_make_encoder(args)     # the heads below are sampled by this seed, too
     base = MoCoV3(encoder, hidden=args.moco_hidden)
     return SER(base, args.equiv_layers, args.weight, args.temperature)
 
@@ -1085,7 +1086,8 @@ def resume(path: Path, settings: dict, model: nn.Module, optimizer: Optimizer) -
 #                                         what else changes from step to step
 def train(args: Namespace, build: Callable = build, make_dataset: Callable = two_view_dataset,
           make_optimizer: Callable = adamw, schedule: Callable = set_learning_rate) -> Path:
-    """Run or continue a training; return its checkpoint's path. Then call `leave_group`."""
+    """Run or continue a training; return its checkpoint's path. The caller then leaves the
+    group of processes by `leave_group`."""
     # Images and steps.
     device = setup()
     ranks, rank = ranks_and_rank()
@@ -1163,7 +1165,8 @@ def find_images(args: Namespace) -> tuple[list[str] | Tensor, str]:
         images, _ = synthetic_images(4096, args.image_size, seed=0)
         return images, "synthetic"
 
-    # DATA/train, unless DATA is itself called train: then a folder train in it is a class.
+    # If DATA has a folder train, the images are there. In a DATA that is itself called train,
+    # such a folder is a class.
     root = Path(args.data)
     if os.path.basename(os.path.abspath(root)) != "train" and (root / "train").is_dir():
         root = root / "train"
