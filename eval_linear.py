@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 eval_linear.py --data /imagenet --checkpoint runs/x/last.pt
 
 The second line is the protocol of 4.1, with choices where that is silent. With --data,
-these flags ask for other things:
+flags choose what is measured:
 
     flags              what is measured                                        time
     none               20-NN, and linear heads that learn from random crops    hours
@@ -95,6 +95,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
+    # --knn or --equivariance alone is to be quick.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
@@ -168,7 +169,8 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
-    checkpoints["trained"] = trained     # last, as sweep.py takes its rows for all
+    # This one is last, as sweep.py takes its rows as the sign that all rows are there.
+    checkpoints["trained"] = trained
 
     _, rank = ser.ranks_and_rank()
     sets_text = describe_sets({"train": sets.train_centre, **sets.tests})
@@ -186,7 +188,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
         own_rows = [row | {"encoder": name} for row in own_rows]
         rows += own_rows
-        if rank == 0:     # after the head, as rows mean that it is there
+        if rank == 0:     # after the head, as rows are the sign that it was saved
             add_rows(path, own_rows, args, checkpoint, sets_text)
 
     if rank == 0:
@@ -347,7 +349,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Rows call training images `train`, and `crops` may be taken for crops of these.
+        # Rows call training images `train`. Random crops of them might be called `crops`.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -552,12 +554,12 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
     from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2: no g1 has scaled the images, so g scales them as g2 does, and
-    # does not undo the scaling of g1.
+    # Choice, unlike A.2: g has the scaling of g2 without the inverse of that of g1, as
+    # the images here were not scaled by g1 before.
     total = 0.0
-    for number, x in enumerate(images.split(PART_SIZE)):
-        g1 = transforms_of_part(x, patch, element, number, view=1)
-        g2 = transforms_of_part(x, patch, element, number, view=2)
+    for part, x in enumerate(images.split(PART_SIZE)):
+        g1 = transforms_of_part(x, patch, element, part, view=1)
+        g2 = transforms_of_part(x, patch, element, part, view=2)
         g = ser.relative(g2, g1)
 
         cosines = F.cosine_similarity(ser.rho(g, f1(x)), f1(ser.rho(g, x, patch)), dim=1)
@@ -583,10 +585,10 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
         raise ValueError(f"images of {h} x {w} pixels are no square of patches of {patch}")
 
     total = 0.0
-    for number, x in enumerate(images.split(PART_SIZE)):
+    for part, x in enumerate(images.split(PART_SIZE)):
         # These are the transforms g2 of `cosine`, but every image turns, or flips. Of images
         # that `sample_geometry` leaves unmoved, all tokens would be found.
-        g = transforms_of_part(x, patch, element, number, view=2)
+        g = transforms_of_part(x, patch, element, part, view=2)
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))
         if element == "hflip":

@@ -41,7 +41,7 @@ Comments and docstrings have three tags:
 "The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv
 has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
 956 to 962). So the results of the paper may come from another version of the code. Still,
-most choices here follow it, as it is the only code that the authors have published.
+many choices here follow it, as it is the only code that the authors have published.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -135,9 +135,9 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On a CPU, PyTorch can antialias only these types. Images and maps have them here,
-    # also under autocast. Other types, which other code may have, are resized in float32,
-    # and on GPUs as well, so that devices agree.
+    # On a CPU, PyTorch can antialias only these types, which images and maps have here.
+    # Code into which this is copied may have others, such as bfloat16. They are resized
+    # in float32, and on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
@@ -168,8 +168,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # rot90 returns other strides, which `where` can pass on. Sums over such a tensor
-    # would round in another way than sums over the same values in the usual order.
+    # This is a copy, as `where` could pass on the strides of rot90, and over other
+    # strides, sums of the same values may differ in the last digit.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -831,7 +831,7 @@ class SER(nn.Module):
         if view1.b2 is None:     # --ratio 0, for which `parse` leaves no layers either
             return {"loss": inv, "inv": inv.detach()}
 
-        # Also for weight 0, the control, which so differs in nothing but the weight.
+        # The control, of weight 0, computes L_equiv all the same, so nothing else differs.
         equiv = self.equiv_of_views(view1, view2, maps1, maps2)
         loss = inv + self.weight * equiv
         return {"loss": loss, "inv": inv.detach(), "equiv": equiv.detach()}
@@ -848,8 +848,8 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. For other texts, such as nan, they raise ValueError. argparse then ends the
-# program with an error that names the function.
+# Types of flags. A text that is no such number, also nan, raises ValueError. argparse then
+# ends the program with an error that names the function.
 def nonnegative(text: str) -> float:
     """A number from 0 on."""
     if not 0 <= float(text) < math.inf:
@@ -1105,7 +1105,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = make_optimizer(model, args)
 
-    # What checkpoint and log say of the run.
+    # What the checkpoint and the log say of the run.
     settings = Namespace(
         **vars(args), method=f"{type(model).__name__} on {type(model.base).__name__}",
         images=len(source), names_checksum=names_checksum, steps=steps, device=device.type,
