@@ -636,8 +636,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
         return encoded_b1.cls, {}
     encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
 
-    # Choice, unlike 3.3, where b1 and b2 have losses of their own: they are joined, as in the
-    # release. So BatchNorm, which the heads of a base method may have, sees both together.
+    # b1 and b2 have one L_inv (see SER.forward), and heads with BatchNorm see both together.
     return torch.cat([encoded_b1.cls, encoded_b2.cls]), encoded_b2.maps
 
 
