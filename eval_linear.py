@@ -169,7 +169,7 @@ def evaluate(args: Namespace) -> list[dict]:
 
     # Tokens of untrained encoders move with the image, too, so both encoders are measured.
     checkpoints = {"untrained": untrained(trained)} if pairs else {}
-    # This one is last, as sweep.py takes its rows as the sign that all rows are there.
+    # This one is last: for paper/experiments/sweep.py, its rows mean that all are there.
     checkpoints["trained"] = trained
 
     _, rank = ser.ranks_and_rank()
@@ -349,7 +349,7 @@ def load_sets(args: Namespace, size: int) -> Sets:
         sys.exit(f"--val {args.val}: should not be the training images")
     for test in args.test:
         name, _, path = test.partition("=")
-        # Rows call training images `train`. Random crops of them might be called `crops`.
+        # Rows call the training images `train`. `crops` is kept for their random crops.
         if not name or not path or name in ("train", "crops", *tests):
             sys.exit(f"--test {test}: should be NAME=DIR, its NAME new, not train or crops")
         tests[name] = ClassFolder(path, centre, classes)
@@ -432,7 +432,7 @@ def make_head(width: int, classes: int, mlp: bool = False) -> nn.Sequential:
     layers = []
     if mlp:
         # Choice: the paper names no widths. These widths are from Garrido et al. 2023, whom
-        # 4.2 follows. Choice, unlike Garrido et al., who use Adam: SGD, as for linear heads.
+        # 4.2 follows. Choice, unlike Garrido et al.: SGD, as for linear heads. They use Adam.
         layers = [nn.Linear(width, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
         width = 1024
 

@@ -90,7 +90,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 class Geometry(NamedTuple):
     """A transform g for each of B images, to a view, or from view 1 to view 2: a flip,
     then quarter turns, then a scaling. Choice: this order. The scaling is kept as the size
-    that it leads to, so a map of view 1 is resized once, to the size of view 2."""
+    of the result, and not as a factor, so each map is resized once."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # one size for all maps, after the scaling
@@ -135,14 +135,14 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On a CPU, PyTorch can antialias only these types, which images and maps have here.
-    # Code into which this is copied may have others, such as bfloat16. They are resized
-    # in float32, and on GPUs as well, so that devices agree.
+    # On a CPU, PyTorch cannot antialias half precision. Here, maps are float32 also under
+    # autocast, as `pos_embed` is. Where this is copied, they may be bfloat16. Such maps are
+    # resized in float32, and on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
 
     # Paper: one operator resizes images and maps (3.2).
-    # Choice, unlike MoCo-v3, which resizes by Pillow: PyTorch's bilinear resize.
+    # Choice, unlike MoCo-v3: PyTorch's bilinear resize. MoCo-v3 has Pillow's.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
 
@@ -168,8 +168,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # This is a copy, as `where` could pass on the strides of rot90, and over other
-    # strides, sums of the same values may differ in the last digit.
+    # A copy, so that `where` does not pass on the strides of rot90. The same values with
+    # other strides can have sums that differ in the last digit, and runs would differ.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -248,9 +248,9 @@ def rng(*names: Any) -> torch.Generator:
 
 def b2_per_rank(args: Namespace, ranks: int) -> int:
     """B2, how many images of b2 a rank has."""
-    # Choice, unlike Algorithm 1, where b2 has a share r of the batch: each rank rounds its own
-    # number of images, as `gather` needs equally many from all ranks. For r = .01 of 2048, b2
-    # has 24 images on 8 ranks, a share of .0117, and 20 on one rank. Halves are rounded up.
+    # Choice, unlike Algorithm 1: each rank rounds the share r of its own images, as `gather`
+    # needs equally many from all ranks. For r = .01 of 2048, b2 has 24 images on 8 ranks, a
+    # share of .0117, and 20 on one rank. Halves are rounded up.
     return math.floor(args.ratio * args.batch_size / ranks + 0.5)
 
 
@@ -460,7 +460,7 @@ def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     `aug` are (B,). The jitter is MoCo-v3's, except where a Choice says otherwise."""
     # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
     # hue shifts of 0 leave an image as it is, bit for bit.
-    # Choice, unlike MoCo-v3, which jitters bytes: floats.
+    # Choice, unlike MoCo-v3: floats are jittered. MoCo-v3 jitters bytes.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
             x = (per_image(aug.brightness, x) * x).clamp(0, 1)
@@ -507,10 +507,11 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     """Blur images (B, 3, h, w) by sigma (B, 1, 1, 1) pixels; the borders are mirrored."""
-    # Choice, unlike MoCo-v3, which blurs by Pillow, with boxes: a Gaussian.
+    # Choice, unlike MoCo-v3: a Gaussian. MoCo-v3 blurs by Pillow, with boxes.
     B, _, h, w = x.shape
 
     # Choice: all kernels of a call have one radius, about three times sigma's upper limit.
+    # (Sigma follows the side of the square, and scaled images of b2 have other sides.)
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -593,8 +594,8 @@ class ViT(nn.Module):
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
 
-        # Choice, unlike 4.1, which keeps MoCo-v3's fixed sines and cosines: position embeddings
-        # are learned, as in the release, and resized to the grids of b2. [CLS] has none.
+        # Choice, unlike 4.1: position embeddings are learned, as in the release, and resized
+        # to the grids of b2. [CLS] has none. MoCo-v3, which 4.1 keeps, has sines and cosines.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def forward(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
@@ -643,9 +644,9 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice, unlike 3.3, which names only the two layers: a LayerNorm before them, as in
-    # the release. Its eps is PyTorch's 1e-5, not the release's 1e-6. Choice: both layers
-    # have 512 features and no biases, as in the release.
+    # Choice, unlike 3.3: a LayerNorm before the two layers, as in the release. Its eps is
+    # PyTorch's 1e-5, not the release's 1e-6.
+    # Choice: both layers have 512 features and no biases, as in the release.
     return nn.Sequential(
         nn.LayerNorm(dim),
         nn.Linear(dim, width, bias=False),
@@ -754,7 +755,7 @@ def mlp(*widths: int) -> nn.Sequential:
 def info_nce(q: Tensor, k: Tensor, temperature: float) -> Tensor:
     """InfoNCE of this rank's q (B, K) with k of all ranks, times MoCo-v3's 2 * temperature."""
     _, rank = ranks_and_rank()
-    # Choice, unlike MoCo-v3, which multiplies in half precision: fp32.
+    # Choice, unlike MoCo-v3: fp32. MoCo-v3 multiplies in half precision.
     with torch.autocast(q.device.type, enabled=False):
         q = F.normalize(q.float(), dim=1)
         k = gather(F.normalize(k.float(), dim=1))
@@ -822,9 +823,9 @@ class SER(nn.Module):
         cls1, maps1 = encode_view(self.base.encoder, view1, self.layers)
         cls2, maps2 = encode_view(self.base.encoder, view2, self.layers)
 
-        # Choice, unlike Eq. 3, which adds the losses of b1 and b2: L_inv is one mean over
-        # all images, and each image is a key for all images, as in the release. On 8
-        # ranks, b1 has 2,024 images and b2 has 24. In a separate loss, an image of b2
+        # Choice, unlike Eq. 3: L_inv is one mean over all images, and each image is a key
+        # for all images, as in the release. Eq. 3 adds a loss of b1 and a loss of b2. On 8
+        # ranks, b1 has 2,024 images and b2 has 24. In a loss of its own, an image of b2
         # would have 24 keys, and would weigh 2,024 / 24 = 84 times as much as one of b1.
         inv = self.base(views, [cls1, cls2])
         if view1.b2 is None:     # --ratio 0, for which `parse` leaves no layers either
@@ -900,7 +901,7 @@ def arguments() -> ArgumentParser:
     add("--patch-size", count, 16, "side of a patch, pixels")
     add("--dim", count, 384, "width of the tokens (ViT-S: 384)")
     add("--depth", count, 12, "transformer blocks (ViT-S: 12)")
-    # Choice, unlike 4.1, which keeps MoCo-v3's 12 heads: 6, as in the release.
+    # Choice, unlike 4.1: 6 heads, as in the release. MoCo-v3, which 4.1 keeps, has 12.
     add("--heads", count, 6, "attention heads")
 
     # SER. Paper: layer 3, r = .01 and lambda = .5 are the best of its ablations (4.3, A.2),
@@ -923,10 +924,10 @@ def arguments() -> ArgumentParser:
     add("--epochs", positive, 100.0, "passes over the images, also fractions (4.1)")
     add("--warmup-epochs", nonnegative, 10.0,
         "epochs of linear warmup (4.1); if --epochs is not larger, a tenth of --epochs")
-    # Choice, unlike 4.1, which keeps MoCo-v3's 1.5e-4: 3e-4, as in the release.
+    # Choice, unlike 4.1: 3e-4, as in the release. MoCo-v3, which 4.1 keeps, has 1.5e-4.
     add("--base-lr", positive, 3e-4, "rate for 256 images")
     add("--weight-decay", nonnegative, 0.1, "on all parameters (MoCo-v3)")
-    # Choice, unlike MoCo-v3, which has fp16: bfloat16, which needs no scaled loss.
+    # Choice, unlike MoCo-v3: bfloat16, which needs no scaled loss. MoCo-v3 has fp16.
     parser.add_argument(
         "--bf16", action=BooleanOptionalAction, default=torch.cuda.is_available(),
         help="matrix products in bfloat16; by default, on a GPU")
