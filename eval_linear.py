@@ -554,8 +554,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
     """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
     from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
-    # Choice, unlike A.2: g has the scaling of g2 without the inverse of that of g1, as
-    # the images here were not scaled by g1 before.
+    # Choice, unlike A.2: g has the scaling of g2 alone, and does not undo that of g1, as
+    # a Geometry holds the size of the result.
     total = 0.0
     for part, x in enumerate(images.split(PART_SIZE)):
         g1 = transforms_of_part(x, patch, element, part, view=1)
@@ -586,8 +586,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
 
     total = 0.0
     for part, x in enumerate(images.split(PART_SIZE)):
-        # These are the transforms g2 of `cosine`, but every image turns, or flips. Of images
-        # that `sample_geometry` leaves unmoved, all tokens would be found.
+        # The transforms are g2 of `cosine`, but every image turns, or flips. Without jitter,
+        # all tokens of images that `sample_geometry` leaves unmoved would be found.
         g = transforms_of_part(x, patch, element, part, view=2)
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

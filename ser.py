@@ -168,8 +168,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # A copy, so that `where` does not pass on the strides of rot90. The same values with
-    # other strides can have sums that differ in the last digit, and runs would differ.
+    # A copy, so that `where` does not pass on the strides of rot90. Over other strides,
+    # later sums of the same values would round in another way.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     odd = per_image(g.turns % 2 == 1, x)
@@ -637,7 +637,8 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
         return encoded_b1.cls, {}
     encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
 
-    # b1 and b2 have one L_inv (see SER.forward), and heads with BatchNorm see both together.
+    # Choice, unlike 3.3: b1 and b2 are joined, for the reason that SER.forward gives. So
+    # BatchNorm, which the heads of a base method may have, sees both together.
     return torch.cat([encoded_b1.cls, encoded_b2.cls]), encoded_b2.maps
 
 

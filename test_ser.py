@@ -52,8 +52,7 @@ TOY = dict(image_size=16, patch_size=4, dim=16, depth=3, heads=2, moco_hidden=16
 
 
 def toy(data="", out="", **changes):
-    changes |= dict(data=str(data), out=str(out))
-    return ser.parse([], small=TOY | changes)
+    return ser.parse([], small=TOY | changes | dict(data=str(data), out=str(out)))
 
 
 def close(a, b, tolerance=1e-5):
@@ -333,6 +332,10 @@ def test_jitter_is_torchvisions_with_draws_of_its_own_for_every_image():
     still = default_collate([Augmentation()] * 64)
     assert same(ser.jitter_and_normalise(x, still, order), ser.normalise(x))
 
+    wide = (torch.arange(448) == 200).float().expand(1, 3, 30, 448)
+    blurred = ser.gaussian_blur(wide, torch.full((1, 1, 1, 1), 4.0))
+    assert blurred[0, 0, 0].count_nonzero() == 25     # three sigma to each side
+
 
 @pytest.fixture(scope="module")
 def draws():
@@ -400,6 +403,8 @@ def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
     orders = [view.order.tolist() for view in views]
     assert sorted(orders[0]) == [0, 1, 2, 3]
     assert orders[:2] not in (orders[2:4], orders[6:8], orders[8:])
+    assert orders[1:3] != orders[6:8]     # not those of the sum of step and view
+    assert len({str(view.geometry.flip) for view in views[:6]}) > 1
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
@@ -410,7 +415,8 @@ def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
     first, second = index.view(2, 40).tolist()
     assert len(set(first)) == len(set(second)) == 40
     assert set(first) != set(second) and first[:8] != sorted(first[:8])
-    assert batches[0] not in ser.batch_items(43, toy(seed=1), 0, 1)
+    others = sum(ser.batch_items(43, toy(seed=1), 0, 5), [])     # an epoch of another seed
+    assert [index for _, index, _ in others] not in (first, second)
 
 
 # ==== 3. Encoder (paper 3.1) ============================================================
@@ -884,6 +890,7 @@ def test_a_killed_run_continues_bit_for_bit(whole_run, folder, tmp_path):
     assert views == (whole_run / "views.png").read_bytes()
 
     ser.train(toy(folder, tmp_path, save_every=3, log_every=5))
+    assert torch.initial_seed() == ser.seed_of(0, "step", 9, 0)     # of the last step
     assert views == (tmp_path / "views.png").read_bytes()
     lines = log_of(tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 2, 3, 4, 5, 6, None, 4, 5, 6, 9, 10]
@@ -903,7 +910,10 @@ def test_the_log_holds_every_setting_and_both_losses(whole_run, folder):
         assert line["loss"] == approx(line["inv"] + 0.5 * line["equiv"], rel=1e-5)
 
 
-def test_the_log_has_the_rate_of_the_bar_and_a_loss_of_any_rank_ends_all(capsys, monkeypatch):
+def test_the_log_has_the_rate_of_the_bar_and_a_loss_of_any_rank_ends_all(
+        capsys, monkeypatch, tmp_path):
+    _, bar = ser.open_log(tmp_path / "log", ser.Namespace(steps=9, batch_size=8), start=3)
+    assert bar.initial == 24     # images that are not seen now
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (2, 0))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x: x.mul_(2))
     bar = Mock(format_dict={"rate": 7.5})
@@ -1117,9 +1127,9 @@ def checkpoint(tmp_path):
 
 
 def eval_args(tree, checkpoint, flags=""):
-    paths = f"--data {tree} --test few={tree}/few/ --checkpoint {checkpoint}"
-    common = "--workers 0 --epochs 2 --batch-size 8 --lr 10 0.3"
-    return eval_linear.parse(f"{paths} {common} {flags}".split())
+    paths = ["--data", tree, "--test", f"few={tree}/few/", "--checkpoint", checkpoint]
+    common = "--workers 0 --epochs 2 --batch-size 8 --lr 10 0.3".split()
+    return eval_linear.parse([*map(str, paths), *common, *flags.split()])
 
 
 def evaluate(tree, checkpoint, flags=""):
@@ -1131,7 +1141,7 @@ def head_of(folder):
 
 
 def evaluate_by(path, flags):
-    return eval_linear.evaluate(eval_linear.parse(f"--checkpoint {path} {flags}".split()))
+    return eval_linear.evaluate(eval_linear.parse(["--checkpoint", str(path), *flags.split()]))
 
 
 def results_of(folder):
@@ -1276,8 +1286,7 @@ def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
 def test_the_20_nearest_vote_with_weights_exp_s_over_07(firsts, others, cosine, wanted):
     points = torch.tensor([[3.0, 0.0], [cosine, math.sqrt(1 - cosine ** 2)]])
     labels = torch.tensor([0] * firsts + [1] * others)
-    places = 128 * [[2.0, 0.0]] + 128 * [[6.0, 0.0]] + 44 * [[0.0, 1.0]]
-    test = torch.tensor(places)
+    test = torch.tensor(128 * [[2.0, 0.0]] + 128 * [[6.0, 0.0]] + 44 * [[0.0, 1.0]])
     truth = torch.tensor(256 * [wanted] + 44 * [0])     # the last are of class 1, by all votes
     assert eval_linear.knn(points[labels], labels, test, truth) == approx(100 * 256 / 300)
 
@@ -1328,8 +1337,8 @@ def plain_equivariance(f, images, kind):
     f_jittered = lambda pixels: f(plain_colours(pixels, generator))
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels)
-        seeds = [ser.rng(kind, part, view) for view in (1, 2)]
-        g1, g2 = [sample_geometry(len(x), 4, [kind], seed) for seed in seeds]
+        rngs = [ser.rng(kind, part, view) for view in (1, 2)]
+        g1, g2 = [sample_geometry(len(x), 4, [kind], rng) for rng in rngs]
         g = relative(g2, g1)
         cosines += F.cosine_similarity(*both_ways(f, g, x)).flatten(1).mean(1)
 

@@ -110,8 +110,8 @@ def detector(encoder: ser.ViT, classes: int, args: Namespace) -> FasterRCNN:
     model = FasterRCNN(Pyramid(encoder), classes, args.size, longest,
                        rpn_anchor_generator=anchors, size_divisible=coarsest)
 
-    # torchvision takes the scales of the maps from the first images, without their padding. Wide
-    # ones, which are mostly padding, would give wrong scales. So the first one is a square.
+    # torchvision takes the scales of the maps from the first images, without their padding. Very
+    # wide ones, which get much padding, would give wrong scales. So the first one is a square.
     maps = model.backbone(torch.zeros(1, 3, coarsest, coarsest))
     model.roi_heads.box_roi_pool(maps, [torch.zeros(1, 4)], [(coarsest, coarsest)])
     return model

@@ -23,7 +23,7 @@ def from_timm(state: dict, heads: int, cls_layer: int = 0) -> dict:
                if name.startswith(prefix) and not name.startswith(f"{prefix}head")}
 
     rows = weights["pos_embed"]                                         # (1, 1 + g g, D)
-    weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # [CLS] has no place here
+    weights["cls_token"] = weights["cls_token"] + rows[:, :1]           # it has no position here
     grid = math.isqrt(rows.shape[1] - 1)
     weights["pos_embed"] = rows[:, 1:].mT.unflatten(2, (grid, grid))    # (1, D, g, g)
 

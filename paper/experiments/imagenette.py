@@ -38,7 +38,7 @@ HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
 
 def draw(rows: list[dict]) -> Any:
-    """Bars for each run: patches matched after the first and the last block, and accuracies."""
+    """Bars for each run: patches matched after L_equiv's block and the last, and accuracies."""
     from matplotlib.figure import Figure     # of paper/requirements.txt
 
     blocks = sorted({row["block"] for row in rows})

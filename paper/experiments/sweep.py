@@ -44,7 +44,7 @@ PLAIN = "--ratio 0 --cls-layer 0"
 EQUIMOD = f"--weight 1 --temperature 0.2 {PLAIN}"
 AUGSELF = f"--weight 0.5 {PLAIN}"
 SHARED = [Run("MoCo-v3", PLAIN, 68.44), Run("SER", "", 69.28)]
-# Choice: in layer-N, [CLS] enters after block N, but in layer-12 at the input, as no block is left.
+# Choice: in layer-N, [CLS] enters after block N (layer-12: at the input; all-layers: block 3).
 # Choice: the blocks without an accuracy, as the paper's text does not name those of Figure 3.
 LISTS = {
     "layers": [

@@ -1,5 +1,6 @@
 """What the tests of paper/ share: toy checkpoints, folders of images, calls of scripts."""
 import contextlib
+import json
 import runpy
 import shlex
 import subprocess
@@ -86,7 +87,7 @@ def having(rows, **keys):
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = eval_linear.read_results(path)["rows"]
+    rows = json.loads(Path(path).read_text())["rows"]
     for row in rows:
         encoder = ser.load_encoder(row["settings"]["checkpoint"])
         assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
