@@ -827,7 +827,7 @@ def test_a_setting_that_cannot_be_is_one_sentence_with_its_value(flag, folder, t
 
 
 @parametrize("module, flags", [
-    (ser, "--base-lr=-0.01 --warmup-epochs=-1 --ratio=1.5 --crop-min=nan --epochs=0 --weight=inf "
+    (ser, "--base-lr=-0.01 --warmup-epochs=-1 --ratio=1.5 --crop-min=1.1 --epochs=0 --weight=inf "
           "--temperature=0 --weight-decay=-1 --equiv-layers=0 --image-size=0 --patch-size=0 "
           "--dim=0 --depth=0 --heads=0 --moco-hidden=0 --batch-size=0 --log-every=0 --group=rot"),
     (eval_linear, "--lr=-1 --lr=nan --epochs=0 --batch-size=0")])
@@ -1271,11 +1271,11 @@ def test_the_head_is_chosen_among_the_classes_of_val(tree, checkpoint):
 
 
 def test_top_1_and_top_5_are_counted_among_the_classes_of_a_set():
-    logits = torch.arange(8.0).repeat(5, 1)
+    logits = torch.arange(8.0).repeat(6, 1)
     logits[:, 0] = 9     # of no class of the set
-    logits[3, 2], logits[4, 5] = math.inf, math.nan
-    labels = torch.tensor([7, 0, 3, 2, 5])     # the last two are these, which topk ranks highest
-    assert eval_linear.accuracy(logits, labels, torch.arange(1, 8)) == approx((20, 40))
+    logits[3, 2], logits[4, 5], logits[5, 0] = math.inf, math.nan, math.inf
+    labels = torch.tensor([7, 0, 3, 2, 5, 7])     # topk would find the last three
+    assert eval_linear.accuracy(logits, labels, torch.arange(1, 8)) == approx((100/6, 200/6))
 
 
 @parametrize("firsts, others, cosine, wanted", [
