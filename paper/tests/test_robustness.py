@@ -129,7 +129,7 @@ def test_p_is_scored_by_the_mean_over_videos_of_the_mean_over_their_frames(tmp_p
     assert [*values(tmp_path / "robustness.json", set="P/tilt").values()] == pytest.approx(wanted)
     row, *_ = eval_linear.read_results(tmp_path / "robustness.json")["rows"]
     names = [f"{CLASSES[1 + number // 2]}/{number}.mp4" for number in range(6)]
-    assert row["images"].endswith(ser.checksum(names))
+    assert row["images"].endswith(ser.checksum(names)) and row["classes"] == 6
     assert row["head"]["fingerprint"] == eval_linear.fingerprint(head.linear)
 
     resize = robustness.transform_of("P", "tilt", encoder)

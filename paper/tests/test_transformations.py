@@ -69,7 +69,8 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
     monkeypatch.setattr(transformations, "PAPER_LAYERS", paper)
     path = toy_checkpoint(tmp_path)
     call(transformations, f"--data {tmp_path} --checkpoint {path} --images 16 --seed 70000", flags)
-    assert ("78.68" in capsys.readouterr().out) == (layers == [1, 3])     # of flips, by SER
+    told = capsys.readouterr().out
+    assert "chance 25\n" in told and ("78.68" in told) == (layers == [1, 3])     # flips, by SER
     results = tmp_path / "transformations.json"
     encoders = {"trained": ser.load_encoder(path), "untrained": ser.seed_and_make_encoder(toy())}
     for (name, encoder), layer in product(encoders.items(), layers):
