@@ -551,8 +551,7 @@ def transforms_of_part(x: Tensor, patch: int, element: str, part: int, view: int
 
 @torch.no_grad()
 def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
-    """The mean cosine of the tokens of rho_g(f1(x)) and f1(rho_g(x)). As in training, g comes
-    from two transforms, and may be the identity."""
+    """A.2's score. As in training, g comes from two transforms, and may be the identity."""
     # Choice: the cosine is of each token.
     # Choice, unlike A.2: g has the scaling of g2 alone, and does not undo that of g1, as
     # a Geometry holds the size of the result.

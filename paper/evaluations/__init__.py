@@ -59,9 +59,8 @@ def load_several(args: Namespace) -> list[Checkpoint]:
 
 def save_picture(figure: Any, name: str, args: Namespace, runs: Sequence[Checkpoint]) -> None:
     """Write a matplotlib figure beside the other results. Its metadata say what made it. Their
-    checksum in the file name protects pictures of other settings (but --workers) or weights."""
-    settings = {name: value for name, value in vars(args).items() if name != "workers"}
-    made_by = json.dumps(settings | {"weights": [run.fingerprint for run in runs]})
+    checksum in the file name protects pictures of other settings or weights."""
+    made_by = json.dumps(vars(args) | {"weights": [run.fingerprint for run in runs]})
     path = eval_linear.results_path(args, f"{name}-{ser.checksum([made_by])}.png")
     figure.savefig(path, metadata={"Description": made_by})
     print(f"the picture is {path}")
