@@ -15,9 +15,8 @@ flags choose what is measured:
     --equivariance     equivariance after every block, alone                   minutes
 
 Given with other flags of the table, --equivariance adds to what they measure. Without --data,
-each of these takes seconds, images are not cropped, and equivariance of turns, after f1, is
-always measured. With equivariance, the untrained encoder is evaluated, too, which doubles the
-time.
+each takes seconds, images are not cropped, and equivariance of turns, after f1, is always
+measured. With equivariance, the untrained encoder is evaluated, too, which doubles the time.
 
 Results are rows of eval.json, in the folder of the checkpoint. The file also has the training
 settings of all encoders. The first command above wrote this row, cut short here:
@@ -95,7 +94,7 @@ def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -
         parser.set_defaults(batch_size=64, workers=0)
     args = parser.parse_args(argv)
 
-    # --knn or --equivariance alone is to be quick.
+    # Heads take long, so --knn or --equivariance alone does not train them.
     args.with_heads = args.mlp or args.cache or not (args.knn or args.equivariance)
     if synthetic and (args.val or args.test):
         sys.exit("--val and --test need --data, whose classes they have")
