@@ -25,7 +25,7 @@ settings of all encoders. The first command above wrote this row, cut short here
      "images": "train: 2048 images, val: 1000 images", "set": "val", "classes": 6, "block": 4,
      "measure": "20-NN top-1 %", "value": 69.7, "encoder": "trained"}
 
-`weights` is a fingerprint of the encoder, and `settings` are flags of eval_linear.py. `block`
+`weights` is a fingerprint of the encoder, and `settings` are those of eval_linear.py. `block`
 is the block whose features are read. Heads also read the [CLS] of up to three blocks before it,
 where there is one. The file eval.jsonl has a line for each epoch of the heads, head-*.pt is the
 best linear head, and eval.lock, which is empty, keeps two evaluations from writing at once. A

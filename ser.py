@@ -635,10 +635,10 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
     encoded_b1 = encoder(view.b1)
     if view.b2 is None:
         return encoded_b1.cls, {}
-    encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images have another size
+    encoded_b2 = encoder(view.b2, layers)     # a pass of its own: its images may have another size
 
-    # Choice, unlike 3.3: b1 and b2 are joined, for the reason that SER.forward gives. So
-    # BatchNorm, which the heads of a base method may have, sees both together.
+    # Choice, unlike 3.3: b1 and b2 are joined, as L_inv is one mean over all images (see
+    # SER.forward). So BatchNorm, which the heads of a base method may have, sees both together.
     return torch.cat([encoded_b1.cls, encoded_b2.cls]), encoded_b2.maps
 
 
@@ -773,7 +773,8 @@ class MoCoV3(nn.Module):
         self.temperature = temperature
         self.momentum = momentum
 
-        # Paper: 4.1 keeps MoCo-v3's --stop-grad-conv1. The patch embedding stays random.
+        # Paper: 4.1 keeps MoCo-v3's settings. Those of its ViTs have --stop-grad-conv1, so the
+        # patch embedding stays random.
         self.encoder = encoder
         self.encoder.patch_embed.requires_grad_(False)
         self.projector = mlp(encoder.dim, hidden, hidden, out_dim)
