@@ -62,6 +62,8 @@ def draw(rows: list[dict]) -> Any:
     for axes, (measure, factor, bars, title) in zip(columns, panels):
         for shift, opacity, block in bars:
             of_runs = [sweep.select(rows, run, measure, block) for run in runs]
+            if any(seeds.keys() != of_runs[0].keys() for seeds in of_runs):
+                sys.exit(f"--figure: runs have {title} of other seeds: choose some by --seeds")
             values = [factor * mean(seeds.values()) for seeds in of_runs]
             y = [height + shift for height in heights]
             drawn = axes.barh(y, values, 0.4, color=colors, alpha=opacity)
@@ -79,7 +81,8 @@ def show(args: Namespace) -> None:
     every = [row for path in paths for row in json.loads(Path(path).read_text())]
     rows = [row for row in every
             if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
-    print(f"{len(rows)} of {len(every)} rows, by --names and --seeds")
+    folders = {row.get("data", "an unnamed folder") for row in rows}     # older rows name none
+    print(f"{len(rows)} of {len(every)} rows, by --names and --seeds, of images in {folders}")
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]
     if len(set(places)) < len(places):

@@ -159,7 +159,7 @@ def measure(args: Namespace, evaluations: list[str], blocks: tuple[int, ...]) ->
             made_by = {
                 "flags": shlex.join(args.flags), "own": f"{run.script} {run.flags}",
                 "ranks": trained.ranks, "bf16": trained.bf16, "b2": trained.b2, "heads": len(found),
-                "read by heads": len(eval_linear.feature_blocks(trained))}
+                "read by heads": len(eval_linear.feature_blocks(trained)), "data": args.data}
             of_run = [row | made_by for row in of_run]
             Path(out, "rows.json").write_text(json.dumps(of_run, indent=1))
         rows += of_run
@@ -193,10 +193,8 @@ def spread(values: list[float], measure: str) -> str:
     if not values:
         return "-"
     _, unit, digits = eval_linear.table_format(measure)
-    text = f"{unit * mean(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {unit * stdev(values):.{digits}f}"
-    return text
+    numbers = [mean(values)] if len(values) == 1 else [mean(values), stdev(values)]
+    return " ± ".join(f"{unit * number:.{digits}f}" for number in numbers)
 
 
 def table(rows: list[dict], baseline: str) -> str:
@@ -211,8 +209,7 @@ def table(rows: list[dict], baseline: str) -> str:
 
     for measure, block in dict.fromkeys((row["measure"], row["block"]) for row in rows):
         base = select(rows, baseline, measure, block)
-        title, *_ = eval_linear.table_format(measure)
-        line = [f"{title}, block {block}"]
+        line = [f"{eval_linear.table_format(measure)[0]}, block {block}"]
         for run in runs:
             found = select(rows, run, measure, block)
             gains = [found[seed] - base[seed] for seed in found if seed in base]

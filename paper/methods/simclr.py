@@ -8,8 +8,7 @@ The paper has no SimCLR. A base method is a module, to whose loss SER adds L_equ
     base.encoder         the online ViT, which SER runs
     base(views, cls)     L_inv, a scalar. cls holds the final [CLS] of views 1 and 2, (B, D)
                          each; views hold their images, for a method with a second network
-    base.update(p)       called before every step, with p = steps done / all steps: a teacher
-                         would move here
+    base.update(p)       moves a teacher, before every step; p = steps done / all steps
 
 B counts the images of one rank, b1 first, then b2. What a method has to do:
     * A loss that compares images takes those of all ranks by `ser.gather`, as `ser.info_nce` does.
@@ -17,8 +16,9 @@ B counts the images of one rank, b1 first, then b2. What a method has to do:
     * Each parameter that has requires_grad gets a gradient.
     * A teacher's [CLS] is `ser.encode_view(teacher, view)[0]`.
     * A queue is a buffer that is filled by `ser.gather`, as DDP copies buffers of rank 0.
-dino.py has an optimizer and a schedule of its own, equimod.py other views. Here all of the encoder
-is trained, and --moco-hidden has no effect.
+A run that goes on does not notice changed code, so give a new --out then. dino.py has an optimizer
+and a schedule of its own, equimod.py other views. Here all of the encoder is trained, and
+--moco-hidden has no effect.
 """
 from argparse import Namespace
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from PIL import Image
 
@@ -73,6 +74,8 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert (of_phone == of_class).all()
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
+    Image.new("I;16", (20, 20)).save(phone)
+    pytest.raises(OSError, call, correspondence, f"--data {phone} --layer 3", runs)
     for told, layer, size in (("--layer", 3, 16), ("several sizes", 2, 20)):
         other = toy_checkpoint(tmp_path / "other", equiv_layers=[layer], image_size=size)
         assert told in sentence(call, correspondence, f"--data {val} --checkpoint {ours} {other}")

@@ -61,8 +61,8 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     assert "| untrained | SER |" in capsys.readouterr().out
     path = tmp_path / "SER-4/rows.json"
     rows = json.loads(path.read_text())
-    linear, = having(rows, run="SER", measure="linear top-1 %", ranks=1, bf16=True)
-    assert len(linear["values"]) == 3 and linear["own"] == "ser.py --weight 0.5"
+    linear, = having(rows, run="SER", measure="linear top-1 %", ranks=1, data=f"{tmp_path}/D")
+    assert len(linear["values"]) == 3 and linear["own"] == "ser.py --weight 0.5" and linear["bf16"]
     assert {row["block"] for row in having(rows, classes=None)} == {1, 2, 3}
 
     # Two rows of one run and seed are refused, and so are those of other runs, or older ones.
@@ -80,6 +80,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
         run_main(imagenette, line, "--seeds 4", flags, "--show", path)
         told = capsys.readouterr().out
         assert f"\n|  |{titles}\n" in told and f"{n} of {len(rows)} rows" in told
+        assert (f"{{'{tmp_path}/D'}}" in told) == (n > 0)
 
 
 def tables(capsys, flags=""):
@@ -156,7 +157,9 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
     printed, _ = tables(capsys, f"--figure {tmp_path}/figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 9999
 
-    rows = [row for row in rows_of("imagenette-10") if row["run"] != "turned-control"]
+    every = rows_of("imagenette-10")
+    assert "accuracy, upright" in sentence(imagenette.draw, every[1:])     # one lacks a seed
+    rows = [row for row in every if row["run"] != "turned-control"]
     panels = imagenette.draw(rows).axes
     titles = [[f"{kind} retrieval with jitter %, block {block}" for block in (2, 6)]
               for kind in ("rot90", "hflip", "scale")]
