@@ -2,9 +2,9 @@ import torch
 from torch.utils.data import default_collate
 
 from paper.methods import augself
-from paper.tests.test_methods import check_gradients, toy_on_views
+from paper.tests.test_methods import check_gradients, random_features, toy_on_views
 from ser import Augmentation
-from test_ser import close, noise
+from test_ser import close
 
 
 def test_the_targets_of_two_known_augmentations():
@@ -20,7 +20,7 @@ def test_the_targets_of_two_known_augmentations():
 def test_the_loss_is_the_mean_over_both_orders_of_the_views():
     model, views = toy_on_views("augself")
     first, second = [view.augmentation for view in views]
-    f1, f2 = list(noise(2, 12, 16).requires_grad_())
+    f1, f2 = random_features(2)
     both_orders = torch.cat([torch.cat([f1, f2]), torch.cat([f2, f1])], dim=1)
     total = 0.0
     with torch.autocast("cpu", torch.bfloat16):     # in which the heads are, but not the loss

@@ -1,11 +1,11 @@
 import numpy
 import pytest
-from PIL import Image
+import torchvision.transforms.v2.functional as TF
 
 import eval_linear
 import ser
 from paper.evaluations import bench3die
-from paper.tests.toys import call, toy_checkpoint, values
+from paper.tests.toys import call, parsed, toy_checkpoint, values
 from test_ser import sentence
 
 SYNSETS = ["02691156", "02747177", "02954340"]
@@ -23,10 +23,10 @@ def args(tmp_path_factory):
     for number, name in reversed(list(enumerate(OBJECTS))):
         (root / name).mkdir(parents=True)
         for view in range(50):
-            image = Image.new("RGB", (16, 16), (0, 0, 250))
+            image = ser.Image.new("RGB", (16, 16), (0, 0, 250))
             image.paste((20 * number, 5 * view, 0), (1, 1, 15, 15))
             image.save(root / name / f"image_{view}.jpg", quality=100, subsampling=0)
-    return bench3die.settings(["--data", str(root), "--split", str(split), "--checkpoint", "C"])
+    return parsed(bench3die, "--checkpoint C --data", root, "--split", split)
 
 
 def seen(item):
@@ -45,9 +45,11 @@ def test_the_split_is_that_of_the_list(args, monkeypatch):
     others = [name for name in OBJECTS if name not in VALIDATED]
     assert [seen(item) for item in tests["val"]] == listed(VALIDATED, range(50))
     assert [seen(item) for item in train] == listed(others, [0])     # for k-NN and --cache
+    image = ser.read_image(f"{args.data}/{VALIDATED[0]}/image_0.jpg")
+    assert bench3die.load_sets(args, 8).tests["val"][0][0].equal(TF.resize(image, (8, 8)))
 
-    for flags in (["--val", "D"], ["--test", "x=D"], ["--equivariance"]):
-        assert "--test" in sentence(bench3die.settings, ["--data=D", "--checkpoint=C", *flags])
+    for flags in ("--val D", "--test x=D", "--equivariance"):
+        assert "--test" in sentence(parsed, bench3die, "--data D --checkpoint C", flags)
     monkeypatch.setattr(numpy, "load", lambda _: numpy.array([VALIDATED[0], "02691156/z"]))
     assert "such as 02691156/z" in sentence(bench3die.load_sets, args, 16)
 

@@ -53,9 +53,8 @@ def test_a_patch_size_that_torchvision_would_round_is_refused():
 
 def test_a_small_detector_finds_squares(tmp_path, capsys):
     path = toy_checkpoint(tmp_path, image_size=32, dim=48)
-    kinds = 70 * [(3, 8), (90, 16)]     # category, side
     objects = [(category, [i % 5 * 4, i % 7 * 2, side, side], 0)
-               for i, (category, side) in enumerate(kinds)]
+               for i, (category, side) in enumerate(70 * [(3, 8), (90, 16)])]
     write_split(tmp_path, "train2017", objects)
     write_split(tmp_path, "val2017", objects[:10] + 10 * [(3, [5, 5, 0, 9], 0)])     # never found
     line = f"--data {tmp_path} --checkpoint {path} --size 32 --iterations 100 --batch-size 3"
@@ -67,13 +66,12 @@ def test_a_small_detector_finds_squares(tmp_path, capsys):
     row, *_ = eval_linear.read_results(tmp_path / "coco.json")["rows"]
     assert len(set(row["images"].split()[-2:])) == 2     # the boxes of both splits
 
-    index = tmp_path / "annotations" / "instances_train2017.json"     # now with other boxes
-    index.write_text(index.read_text().replace("[0, 0, 8, 8]", "[0, 0, 9, 9]"))
-    assert "coco_boxes" in sentence(call, coco, line, "--base-lr 2e-3")
-    for name in ("train2017", "val2017"):     # first one, then both
-        index = tmp_path / f"annotations/instances_{name}.json"
-        index.write_text(index.read_text().replace('"id": 90}', '"id": 0}'))
-        assert "categories" in sentence(call, coco, line)
+    boxes = "[0, 0, 8, 8]", "[0, 0, 9, 9]", "coco_boxes"
+    ids = '"id": 90}', '"id": 0}', "categories"     # first of one split, then of both
+    for name, (old, new, told) in (("train", boxes), ("train", ids), ("val", ids)):
+        index = tmp_path / f"annotations/instances_{name}2017.json"
+        index.write_text(index.read_text().replace(old, new))
+        assert told in sentence(call, coco, line, "--base-lr 2e-3")
 
 
 def test_a_stopped_training_goes_on_and_ranks_share_its_images(tmp_path, monkeypatch):
@@ -177,6 +175,7 @@ def test_the_pyramid_is_five_maps_of_the_normalised_last_map(tmp_path, monkeypat
     assert [found.shape[2] for found in model.backbone(x).values()] == [32, 16, 8, 4, 2]
 
     assert len({level[n] for level in model.backbone.levels for n in (2, 4)}) == 8     # norms
+    assert model.backbone.levels[0][0][0] is not model.backbone.levels[1][0]
     assert [type(layer).__name__ for layer in model.backbone.levels[0][0]] == [
         "ConvTranspose2d", "LayerNorm2d", "GELU", "ConvTranspose2d"]
     model.backbone.levels[2] = torch.nn.Identity()

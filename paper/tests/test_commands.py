@@ -7,9 +7,8 @@ import shlex
 from pytest import mark, raises
 from torch.distributed.run import get_args_parser
 
-import ser
+from test_ser import HERE as ROOT
 
-ROOT = ser.Path(ser.__file__).parent
 SCRIPTS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("paper/[em]*/[a-z]*.py"))]
 ADDON = "paper/methods/addon.py"     # the parent of the four baselines
 FENCED = r"(?ms)^```.*?^```"

@@ -3,7 +3,7 @@ import torch
 
 import ser
 from paper.experiments import convert
-from paper.tests.toys import parsed, toy_checkpoint
+from paper.tests.toys import parsed
 from test_ser import noise, parametrize, sentence, shake
 
 IMAGES = noise(3, 3, 16, 16, seed=1)
@@ -20,11 +20,9 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     others = vit.state_dict() | {"blocks.0.ls1.gamma": torch.ones(24)}     # no plain ViT's
     pytest.raises(RuntimeError, convert.from_timm, others, heads)
     state = vit.state_dict() | {"head.weight": torch.zeros(5, 24)}     # a classifier, left out
-    state = {"model": state} if heads == 4 else state
-    if heads > 6:
-        moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
-        moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
-        state = {"epoch": 300, "state_dict": moco}
+    moco = {f"module.base_encoder.{name}": w for name, w in state.items()}
+    moco |= {f"module.momentum_encoder.{name}": 2 * w for name, w in state.items()}
+    state = {2: state, 4: {"model": state}, 12: {"epoch": 300, "state_dict": moco}}[heads]
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     torch.save(state, tmp_path / "timm.pth")     # as on a GPU
     out = tmp_path / "new" / "last.pt"
@@ -34,8 +32,4 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     assert ser.load_encoder(tmp_path / "late.pt").cls_layer == 1
     settings = ser.load_checkpoint(out)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
-
-
-def test_a_file_is_not_replaced(tmp_path):
-    path = toy_checkpoint(tmp_path)
-    assert "last.pt exists" in sentence(run, "--from-timm", "timm.pth", path, "--heads", 4)
+    assert "last.pt exists" in sentence(run, "--from-timm", "timm.pth", out, "--heads", 4)

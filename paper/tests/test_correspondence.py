@@ -1,4 +1,3 @@
-import pytest
 import torch
 from PIL import Image
 
@@ -7,7 +6,7 @@ import ser
 from paper.evaluations import correspondence
 from paper.evaluations.correspondence import copies, matched
 from paper.tests.toys import call, class_folders, saved_pictures, toy_checkpoint
-from test_ser import close, noise, pixels, sentence, write_image
+from test_ser import close, noise, pixels, refused, sentence, write_image
 
 
 def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
@@ -29,6 +28,7 @@ def test_a_token_is_found_where_it_is_the_most_similar_to_its_counterpart():
     photo[:, 0, 7] = 1     # at the right, so the turn brings it to the left
     assert copies(photo, 0)[1].mean(0).argmax() == 0
     assert copies(photo, 0).ne(copies(photo, 1)).flatten(1).any(1).all()     # both recoloured
+    close(copies(photo.repeat(1, 2, 2), 0)[0, :, :8, :8], copies(photo, 0)[0])     # of any size
 
 
 def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkeypatch, capsys):
@@ -75,7 +75,7 @@ def test_the_picture_has_the_first_photographs_of_three_classes(tmp_path, monkey
     assert eval_linear.fingerprint(ser.load_encoder(ours)) in made_by["Description"]
 
     Image.new("I;16", (20, 20)).save(phone)
-    pytest.raises(OSError, call, correspondence, f"--data {phone} --layer 3", runs)
+    refused(call, correspondence, f"--data {phone} --layer 3", runs, error=OSError)
     for told, layer, size in (("--layer", 3, 16), ("several sizes", 2, 20)):
         other = toy_checkpoint(tmp_path / "other", equiv_layers=[layer], image_size=size)
         assert told in sentence(call, correspondence, f"--data {val} --checkpoint {ours} {other}")

@@ -2,11 +2,9 @@ import contextlib
 import importlib
 import inspect
 import runpy
-import sys
 from unittest.mock import create_autospec
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import ser
@@ -85,7 +83,7 @@ def test_a_command_trains_by_the_methods_own_recipe(name, tmp_path, monkeypatch)
     train = create_autospec(ser.train, side_effect=ser.train)
     monkeypatch.setattr(ser, "train", train)
     words = f"{FLAGS[name]} --ratio 0 --cls-layer 0 --epochs 1 --log-every 1 --out {tmp_path}"
-    monkeypatch.setattr(sys, "argv", [name, *words.split()])
+    monkeypatch.setattr("sys.argv", [name, *words.split()])
     runpy.run_path(SCRIPTS[name].__file__, run_name="__main__")
 
     call = inspect.signature(train).bind(*train.call_args.args, **train.call_args.kwargs)
@@ -214,7 +212,7 @@ def rank_main(rank, ranks, out):
         model.base.update(0.5)
 
         model.eval()     # on gloo each rank has a BatchNorm mean of its own
-        parallel = DistributedDataParallel(model) if ranks > 1 else model
+        parallel = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
         parallel(views)["loss"].backward()
         optimizer.step()
 

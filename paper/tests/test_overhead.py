@@ -58,7 +58,8 @@ def test_both_loaders_make_two_views_of_each_image(tmp_path, capsys):
     assert {jitter.transforms[0].hue for jitter, *_ in drawn} == {(-0.1, 0.1)}
     shares = {tuple(change.p for change in changes) for changes in drawn}
     assert shares == {(0.8, 0.2, 1.0, 0.0), (0.8, 0.2, 0.1, 0.2)}     # jitter to solarization
-    assert [*map(type, theirs.call_args.args[0].transforms[-2:])] == [T.ToTensor, T.Normalize]
+    last = [T.RandomHorizontalFlip, T.ToTensor, T.Normalize]
+    assert [*map(type, theirs.call_args.args[0].transforms[-3:])] == last
     _, seconds, _, rate, *_ = capsys.readouterr().out.split()
     assert float(seconds) * float(rate) == pytest.approx(3, rel=0.1)
 

@@ -4,7 +4,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from PIL import Image
 
 timm = pytest.importorskip("timm")
 
@@ -109,7 +108,12 @@ def test_two_ranks_share_the_images_and_train_one_model(tmp_path):
         assert (own1, own2) == ([seed, 2000 + epoch], [seed + 1, 2000 + epoch])
         assert len({*x1, *x2}) == 18
     assert seen1[0][0] != seen1[2][0] and len({draws for *_, draws in seen1}) == 4
+    shared = seeded(2000)
+    for _ in range(2):     # the first step samples the transforms of both ranks
+        ser.sample_geometry(16, 8, generator=shared)
+    assert seen1[1][-1] == shared.get_state().sum().item()
     assert same(weights1, weights2)
+    assert "ranks 2 (now 1)" in sentence(train, tmp_path, 0.1, "--seed", "2")
 
 
 def test_the_losses_are_simclrs_both_ways_and_that_of_two_copies():
@@ -151,7 +155,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     names = paste("whole", **names)
     assert unused.grad is None     # a gradient of before does not stay
     assert names["copies"].call_count == 2     # a colouring for each view
-    views, image = names["transform"](Image.new("RGB", (50, 40), "red"))
+    views, image = names["transform"](ser.Image.new("RGB", (50, 40), "red"))
     assert views == "views" and image.shape == (3, 224, 224) and image.max() == 255
     assert names["copies"](torch.full((8, 3, 8, 8), 0.5)).std(dim=0).mean() > 0.01     # own colours
 
@@ -171,9 +175,8 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
 def test_readmes_table_is_what_the_rows_say():
     rows = json.loads(ser.Path(pasted.__file__).with_suffix(".json").read_text())
     args = vars(pasted.settings(["--data", "D"]))
-    assert args["weight"] == 0.5
-    for key in ("epochs", "warmup_epochs", "batch_size", "base_lr"):
-        assert [row[key] for row in rows] == [args[key]] * len(rows)
+    own = {key: args[key] for key in ("epochs", "warmup_epochs", "batch_size", "base_lr")}
+    assert args["weight"] == 0.5 and having(rows, **own) == rows
     assert len({row["weights"] for row in rows}) == len(rows)
 
     measures = ["linear top-1 %", "20-NN top-1 %", "turned, linear top-1 %", "rot90 retrieval",

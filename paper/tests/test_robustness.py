@@ -1,5 +1,3 @@
-import shutil
-
 import pytest
 import torch
 import torchvision.transforms.functional as TF
@@ -44,8 +42,7 @@ def test_images_are_scored_as_those_of_val(tmp_path, capsys):
         file = f"{CLASSES[label]}/{number}.png"
         for turns, name in enumerate(("snow", "frost", "fog", "brightness")):
             write_image(tmp_path / "c" / name / "1" / file, image.rot90(turns, (1, 2)))
-    shutil.copytree(tmp_path / "c/snow/1/n05", tmp_path / "c/contrast/3/n05")
-    shutil.copytree(tmp_path / "c/snow/1", tmp_path / "c/contrast/4", ignore=lambda *_: ["n05"])
+        write_image(tmp_path / "c/contrast" / ("3" if label == 5 else "4") / file, image)
 
     call(robustness, f"--checkpoint {path} --kind turned --data {tmp_path}/data/val")
     call(robustness, f"--checkpoint {path} --kind C --data {tmp_path}/c")
@@ -80,8 +77,7 @@ def test_a_head_must_be_of_the_encoder_and_the_only_one(tmp_path):
     assert load().path == one
 
     two = toy_head(path, "head-two.pt")
-    told = sentence(load)
-    assert one in told and two in told and "stranger" not in told
+    assert str([one, two]) in sentence(load)
     assert load("--head", two).path == two
 
 

@@ -2,8 +2,8 @@ import torch
 
 import ser
 from paper.methods import stl
-from paper.tests.test_methods import check_gradients, layers, settings, toy
-from test_ser import noise, pixels, same, sentence, slow_info_nce
+from paper.tests.test_methods import check_gradients, layers, random_features, settings, toy
+from test_ser import pixels, same, sentence, slow_info_nce
 
 
 def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
@@ -25,7 +25,7 @@ def test_images_of_a_pair_share_crop_jitter_and_gray_alone():
 def test_a_transformation_is_read_from_the_partner_and_applied():
     model = toy("stl", "--temperature 0.4")
     heads = model.heads
-    f1, f2 = list(noise(2, 4, 16).requires_grad_())
+    f1, f2 = random_features(2, 4)
 
     for name in ("read", "embed", "embed_code"):
         assert layers(heads[name]) == "Linear:1 BatchNorm1d:2 ReLU:0 Linear:1", name

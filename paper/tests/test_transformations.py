@@ -47,11 +47,15 @@ def test_what_carries_the_version_is_read_and_what_does_not_is_at_chance(task):
 
 
 def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
-    rates = []
-    monkeypatch.setattr(
-        torch.optim.Adam, "step", lambda adam: rates.append(adam.param_groups[0]["lr"]))
+    rates, states = [], set()
+
+    def step(adam):
+        rates.append(adam.param_groups[0]["lr"])
+        states.add(tuple(torch.get_rng_state().tolist()))     # each epoch has its order
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
-    assert rates == [1e-3] * 10 and torch.initial_seed() == 7
+    assert rates == [1e-3] * len(states) and len(states) == 10 and torch.initial_seed() == 7
     assert parsed(transformations, "--data D --checkpoint C").images == 20000
 
 
@@ -79,5 +83,6 @@ def test_each_layer_is_measured_on_images(flags, paper, layers, tmp_path, monkey
                  "images": eval_linear.describe_sets(sets)}
         wanted = {"rotation %": sums(*features, [0, 1, 2, 3], 70000),
                   "flip %": sums(*features, [0, 4], 70000)}
-        assert values(results, **place) == approx(wanted, 1e-4)
+        found = values(results, **place)
+        assert found == approx(wanted, 1e-4) and f"{found['flip %']:8.2f}" in told
         assert list(values(results, **place, classes=2)) == ["flip %"]

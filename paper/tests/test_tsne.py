@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torchvision.transforms import v2
 
 import eval_linear
 import ser
@@ -12,7 +11,7 @@ TSNE = pytest.importorskip("sklearn.manifold").TSNE
 
 
 @parametrize("flags, transform", [
-    ("--ready --label A B", v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
+    ("--ready --label A B", tsne.v2.Resize((16, 16))), ("", eval_linear.eval_transform(16))])
 def test_a_comparison_is_one_picture(flags, transform, tmp_path, monkeypatch):
     saved = saved_pictures(monkeypatch)
     drawn = []

@@ -1,11 +1,9 @@
 """What the tests of paper/ share: toy checkpoints, folders of images, calls of scripts."""
 import contextlib
-import json
 import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 
 import eval_linear
 import ser
-from test_ser import pixels, write_checkpoint, write_image
+from test_ser import HERE, pixels, write_checkpoint, write_image
 
 CLASSES = [f"n{label:02}" for label in range(6)]
 FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hidden 16 --epochs 1 "
@@ -22,8 +20,8 @@ FLAGS = ("--image-size 16 --patch-size 4 --dim 16 --depth 3 --heads 2 --moco-hid
 
 def toy_checkpoint(folder, **settings):
     """An encoder with random weights, of which blocks 2 and 3 have a [CLS] to read: 32 features."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return str(write_checkpoint(Path(folder), **settings))
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(write_checkpoint(folder, **settings))
 
 
 def split(*words):
@@ -71,7 +69,7 @@ def run_scripts_here(monkeypatch):
         runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.chdir(Path(ser.__file__).parent)     # where the scripts are
+    monkeypatch.chdir(HERE)     # where the scripts are
 
 
 def become_rank(monkeypatch, rank):
@@ -87,7 +85,7 @@ def having(rows, **keys):
 
 def values(path, **keys):
     """measure -> value, of the rows of a results file with these keys. All name their weights."""
-    rows = json.loads(Path(path).read_text())["rows"]
+    rows = eval_linear.read_results(path)["rows"]
     for row in rows:
         encoder = ser.load_encoder(row["settings"]["checkpoint"])
         assert row["weights"] == eval_linear.fingerprint(encoder) or row["encoder"] == "untrained"
@@ -103,7 +101,7 @@ def table_of(text):
 
 def readme_table(readme, header):
     """The table whose first line begins with `header`."""
-    text = (Path(ser.__file__).parent / readme).read_text()
+    text = (HERE / readme).read_text()
     return table_of(text[text.index(header):].split("\n\n")[0])
 
 
@@ -111,7 +109,7 @@ def class_folders(root, per_class=2, size=20, seed=5, classes=CLASSES):
     """Images of 4 x 4 random colours, which tell an encoder the place; their classes take turns."""
     colours = pixels(len(classes) * per_class, 3, 4, 4, seed=seed)
     for number, image in enumerate(F.interpolate(colours, (size, size))):
-        write_image(Path(root, classes[number % len(classes)], f"{number:03}.png"), image)
+        write_image(root / classes[number % len(classes)] / f"{number:03}.png", image)
     return str(root)
 
 
