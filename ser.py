@@ -1279,7 +1279,7 @@ def print_plan(settings: Namespace, start: int) -> None:
     print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; steps {start} "
           f"to {settings.steps} on {settings.ranks} x {settings.device}, in {precision}")
     if start == settings.steps:
-        print("this run is finished, so nothing is trained; other code needs a new --out")
+        print("nothing is left to train; if the code has changed, give a new --out")
 
     line = f"a batch has {settings.batch_size} images, {settings.b2} of them moved (b2)"
     if settings.equiv_layers:
