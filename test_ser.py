@@ -352,6 +352,7 @@ def test_both_parts_get_moco_v3s_jitter(number, blur, solarize, part, draws):
     flags = torch.stack([drawn.brightness != 1, drawn.gray, blurred, drawn.solarize])
     assert flags.double().mean(1).tolist() == approx([0.8, 0.2, blur, solarize], abs=0.04)
     assert drawn.blur[blurred].aminmax() == approx((0.025, 0.5), abs=0.02)     # of 56 pixels
+    assert drawn.blur[blurred].mean() == approx(0.26, abs=0.04)     # uniform
 
     assert drawn.hue.ne(0).equal(drawn.brightness.ne(1))     # one draw for all four
     factors = torch.stack(drawn[5:9])
@@ -401,6 +402,10 @@ def test_geometry_and_order_are_sampled_anew_for_each_step_view_and_seed():
     # Not those of the sum of step and view, or of seed and view.
     assert orders[1:3] != orders[6:8] and orders[1] != orders[8]
     assert len({str(view.geometry.flip) for view in views[:6]}) > 1
+
+    for view in toy_views(image_size=24):     # 6 x 6 patches of 4 pixels, before the scaling
+        assert view.b2.shape[2:] == tuple(4 * side for side in view.geometry.grid)
+        assert 25 < math.prod(view.geometry.grid) < 50
 
 
 def test_an_epoch_takes_each_image_once_in_an_order_of_its_own():
@@ -755,7 +760,7 @@ SMALL = """--image-size 32 --patch-size 4 --dim 64 --depth 4 --heads 2 --ratio .
     --batch-size 64 --epochs 3 --warmup-epochs .5 --base-lr 8e-3 --moco-hidden 512 --workers 0"""
 
 
-@parametrize("data, wanted", [("--data imagenet", PAPER), ("", f"{PAPER} {SMALL}")])
+@parametrize("data, wanted", [("--data=imagenet", PAPER), ("", f"{PAPER} {SMALL}")])
 def test_the_defaults_are_the_papers_or_those_of_synthetic_images(data, wanted):
     assert ser.parse(data.split()) == ser.parse(f"{data} {wanted}".split())
 
@@ -791,6 +796,7 @@ def test_the_share_of_b2_is_rounded_on_each_rank(monkeypatch):
     monkeypatch.setattr(ser, "ranks_and_rank", lambda: (4, 3))
     (first, second), = ser.batch_items(43, toy(ratio=0.3), 0, 1)     # .6 a rank, 2.4 of the batch
     assert not first.in_b2 and second.in_b2
+    assert [len(own) for own in ser.batch_items(43, toy(ratio=0.0), 0, 1)] == [2]
 
 
 @parametrize("images, ranks, size, ratio, flag", [
@@ -824,6 +830,7 @@ def test_numbers_are_checked_where_they_enter(module, flags, capsys):
     for flag in flags.split():
         pytest.raises(SystemExit, module.parse, [flag])
         assert f"argument {flag.split('=')[0]}: invalid" in capsys.readouterr().err
+    ser.parse("--crop-min 1 --ratio 0 --weight 0 --workers 0".split())     # which can be
 
 
 @parametrize("epochs, ask, warmup", [
@@ -1326,7 +1333,7 @@ def plain_equivariance(f, images, kind):
     f_jittered = lambda pixels: f(plain_colours(pixels, generator))
     for part, pixels in enumerate(images.split(32)):
         x = ser.normalise(pixels)
-        g1, g2 = [sample_geometry(len(x), 4, [kind], ser.rng(kind, part, view))
+        g1, g2 = [sample_geometry(len(x), 5, [kind], ser.rng(kind, part, view))
                   for view in (1, 2)]
         g = relative(g2, g1)
         cosines += F.cosine_similarity(*both_ways(f, g, x)).flatten(1).mean(1)
@@ -1343,7 +1350,7 @@ def plain_equivariance(f, images, kind):
 @parametrize("kind, layer, n", [("rot90", 2, 34), ("hflip", 4, 9), ("scale", 1, 64)])
 def test_equivariance_is_that_of_the_appendix_written_as_loops(kind, layer, n):
     encoder = toy_vit()
-    images = pixels(n, 3, 16, 16)
+    images = pixels(n, 3, 20, 20)     # 5 x 5 patches of 4 pixels
 
     def f(x):
         h = encoder(x, [layer]).maps[layer].movedim(1, -1)
@@ -1435,6 +1442,11 @@ def test_head_and_rows_name_the_weights_that_they_are_of(synthetic):
         assert row["weights"] == own[row["encoder"]]
     assert own["trained"][16:] == "-2-3"     # heads and --cls-layer, which no weight tells
     assert head["weights"] == own["trained"]
+
+    layer = nn.Linear(40, 40)
+    before = eval_linear.fingerprint(layer)
+    layer.weight.data[20, 20] += 1e-6
+    assert eval_linear.fingerprint(layer) != before
 
     made_by = results["checkpoints"]
     assert [made_by[own[name]]["step"] for name in encoders] == [0, 7]
