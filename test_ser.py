@@ -371,6 +371,7 @@ def test_b1_is_cropped_and_mirrored_and_b2_is_not(draws):
         assert 0.19 < area.min() < 0.22 and 0.5 < area.mean() < 0.62
         assert 0.68 < aspect.min() < 0.8 and 1.25 < aspect.max() < 1.5
         assert abs(drawn.flip.double().mean() - 0.5) < 0.05
+        assert drawn.top.max() > 0.4 and drawn.left.max() > 0.4     # not always in the centre
 
     for _, drawn in draws["b2"]:
         for column, wanted in zip(drawn[:5], Augmentation()):
