@@ -145,9 +145,8 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder at the start of the pre-training. If that is not known, as for weights that
-    were converted by paper/experiments/convert.py, or if a method began with weights of others,
-    it is a random encoder."""
+    """The encoder at the start of the pre-training. It is a random encoder if the start is not
+    known, as for weights of paper/experiments/convert.py, or if a method began with others."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 

@@ -81,8 +81,8 @@ def evaluate(args: Namespace, device: torch.device) -> None:
                              subplot_kw={"xticks": [], "yticks": []})
 
     for number, (row, photo) in enumerate(zip(panels, photos)):
-        ser.read_image(photo)     # refuses files that training and evaluations refuse
-        # They ignore EXIF flags. Here a phone's photograph stands upright.
+        ser.read_image(photo)     # which refuses some files, for all programs alike
+        # Training and evaluations ignore EXIF flags. Here a phone's photograph stands upright.
         with Image.open(photo) as file:
             image = pil_to_tensor(ImageOps.exif_transpose(file).convert("RGB"))
         seen = eval_linear.eval_transform(size)(image) / 255

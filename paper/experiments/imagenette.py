@@ -81,7 +81,7 @@ def show(args: Namespace) -> None:
     every = [row for path in paths for row in json.loads(Path(path).read_text())]
     rows = [row for row in every
             if row["run"] in ["untrained", *args.names] and row["seed"] in args.seeds]
-    folders = {row.get("data", "an unnamed folder") for row in rows}     # older rows name none
+    folders = ", ".join(sorted({row.get("data", "an unnamed folder") for row in rows}))
     print(f"{len(rows)} of {len(every)} rows, by --names and --seeds, of images in {folders}")
     places = [(row["run"], row["seed"], row["classes"], row["block"], row["measure"])
               for row in rows]

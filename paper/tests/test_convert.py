@@ -3,7 +3,7 @@ import torch
 
 import ser
 from paper.experiments import convert
-from paper.tests.toys import parsed
+from paper.tests.toys import parsed, toy_checkpoint
 from test_ser import noise, parametrize, sentence, shake
 
 IMAGES = noise(3, 3, 16, 16, seed=1)
@@ -32,4 +32,8 @@ def test_timms_weights_give_timms_outputs_here(heads, tmp_path, monkeypatch):
     assert ser.load_encoder(tmp_path / "late.pt").cls_layer == 1
     settings = ser.load_checkpoint(out)["settings"]
     assert settings["data"] and not settings["equiv_layers"]     # evaluations ask for --data
-    assert "last.pt exists" in sentence(run, "--from-timm", "timm.pth", out, "--heads", 4)
+
+
+def test_a_file_is_not_replaced(tmp_path):
+    path = toy_checkpoint(tmp_path)
+    assert "last.pt exists" in sentence(run, "--from-timm", "timm.pth", path, "--heads", 4)

@@ -2,13 +2,12 @@ import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import eval_linear
 import ser
 from paper.evaluations import finetune, training_settings
 from paper.tests.toys import call, parsed, stopped_after_3, toy_checkpoint, train_and_val, values
-from test_ser import close, pixels, run_ranks, same, sentence
+from test_ser import F, close, pixels, run_ranks, same, sentence
 
 QUICK = "--data D --checkpoint C --epochs 2 --batch-size 8 --workers 0"
 

@@ -1,13 +1,12 @@
 import pytest
 import torch
-import torchvision.transforms.functional as TF
 
 import eval_linear
 import ser
 from paper.evaluations import robustness
 from paper.tests.toys import CLASSES, become_rank, call, class_folders, images_in, parsed
 from paper.tests.toys import toy_checkpoint, train_and_val, values
-from test_ser import evaluate_by, noise, pixels, sentence, write_image
+from test_ser import TF, evaluate_by, noise, pixels, sentence, write_image
 
 
 def toy_head(checkpoint, name="head-toy.pt"):

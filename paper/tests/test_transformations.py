@@ -51,7 +51,7 @@ def test_a_probe_trains_for_ten_epochs_at_garridos_rate(monkeypatch):
 
     def step(adam):
         rates.append(adam.param_groups[0]["lr"])
-        states.add(tuple(torch.get_rng_state().tolist()))     # each epoch has its order
+        states.add(tuple(torch.get_rng_state().tolist()))     # each epoch draws anew
 
     monkeypatch.setattr(torch.optim.Adam, "step", step)
     probe(labelled(100, 1, 1.0), labelled(2, 2, 1.0), [0, 4], 7)     # 200 pairs are one batch
