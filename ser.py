@@ -1278,8 +1278,6 @@ def print_plan(settings: Namespace, start: int) -> None:
     precision = "bfloat16" if settings.bf16 else "float32"
     print(f"{settings.images:,} images of {settings.data or 'synthetic textures'}; steps {start} "
           f"to {settings.steps} on {settings.ranks} x {settings.device}, in {precision}")
-    if start == settings.steps:
-        print("nothing is left to train; if the code has changed, give a new --out")
 
     line = f"a batch has {settings.batch_size} images, {settings.b2} of them moved (b2)"
     if settings.equiv_layers:

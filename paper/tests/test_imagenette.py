@@ -58,7 +58,7 @@ def test_a_run_on_images_is_trained_measured_and_shown(tmp_path, monkeypatch, ca
     train_and_val(tmp_path / "D", 3, 2)
     line = f"--out {tmp_path} --names SER --bf16 --workers 0"
     run_main(imagenette, f"--data {tmp_path}/D --seeds 4", line)
-    assert "| untrained | SER |" in capsys.readouterr().out
+    assert re.search(rf"in {tmp_path}/D\n(?s:.)*\| untrained \| SER \|", capsys.readouterr().out)
     path = tmp_path / "SER-4/rows.json"
     rows = json.loads(path.read_text())
     linear, = having(rows, run="SER", measure="linear top-1 %", ranks=1, data=f"{tmp_path}/D")
