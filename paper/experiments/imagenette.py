@@ -30,9 +30,8 @@ RUNS = [
     Run("turned-SER", "--weight 0.5", script="-m paper.methods.turned"),
     Run("control", "--weight 0"), Run("SER-0.1", "--weight 0.1"), Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
-TITLES = {"turned": "MoCo-v3 + rotation", "turned-control": "SER, λ = 0, + rotation",
-          "turned-SER": "SER, λ = 0.5, + rotation", "control": "SER, λ = 0",
-          "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
+TITLES = {"turned": "MoCo-v3 + rotation", "turned-control": "control + rotation",
+          "turned-SER": "SER + rotation", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 

@@ -100,9 +100,7 @@ TABLES = {     # of paper/README: what their headers begin with, and the file of
     "| 10 epochs |": "imagenette-10", "| 100 epochs |": "imagenette-100",
     "| in float32": "imagenette-100-float32", "| 200 classes, 16": "tiny",
     "| ViT-S/16, 60": "vit-s", "| ten epochs, two": "lambda", "| Barlow Twins, ten": "barlow"}
-RUNS = {     # those that have other titles there
-    "MoCo-v3 + rotation": "turned", "SER + rotation": "turned-SER",
-    "the same, lambda 0": "turned-control", "SER, lambda .1": "SER-0.1", "SER, lambda .5": "SER"}
+RUNS = {title: run for run, title in imagenette.TITLES.items()}     # with other titles there
 
 
 @parametrize("header", TABLES)
@@ -130,17 +128,18 @@ def test_readme_repeats_tables_of_the_index():
     headers = ["| 100 epochs |", "| 10 epochs |", "| 200", "| ViT-S/16", "| in float", "| ten ep"]
     hundred, *others = [readme_table("paper/README.md", header) for header in headers]
     linear = [table["linear, top-1 %"] for table in (hundred, *others)]
-    two = [*zip(*[hundred[f"retrieval with jitter %, rot90, block {n}"].values() for n in (2, 6)])]
-    found = re.findall(r"\b\d\d\b", (FOLDER / "../../README.md").read_text().split("## Quick")[0])
-    assert found == [f"{max(map(float, two[column])):.0f}" for column in (6, 4, 0, 2)]
+    for run, row in readme_table("README.md", "| %, of one training each |").items():
+        wanted = [max(float(hundred[f"retrieval with jitter %, {kind}, block {block}"][run])
+                      for block in (2, 6)) for kind in ser.ELEMENTS]
+        wanted += [float(hundred[f"linear, {kind}top-1 %"][run]) for kind in ("", "rotated images, ")]
+        assert [numbers(cell)[0] for cell in row.values()] == wanted, run
 
-    *rows, _ = readme_table("README.md", "| linear accuracy, % |").values()
-    runs = ["MoCo-v3", "control", "SER, lambda .1", "SER, lambda .5"]
+    *rows, _ = readme_table("README.md", "| linear accuracy, % | MoCo").values()
     for row, number in zip(rows, (0, 4, 1, 3, 2), strict=True):
-        assert [*row.values()] == [linear[number].get(run, "not run") for run in runs]
+        assert row == {run: linear[number].get(run, "not run") for run in row}
 
     advised = [["MoCo-v3 + rotation", "SER + rotation"], ["SER + rotation"],
-               ["SER, lambda .5", "SER"], ["SER, lambda .1", "lambda-0.1"]]
+               ["SER, λ = 0.5", "SER"], ["SER, λ = 0.1", "lambda-0.1"]]
     _, *advice = readme_table("README.md", "| if you want |").values()
     for row, runs in zip(advice, advised, strict=True):
         behind = [numbers(cells["MoCo-v3"])[0] - numbers(cells[run])[0]
@@ -171,8 +170,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
         assert [bar.get_alpha() for bar in bars] == len(runs) * [1, 0.5][:len(of_panel)]
     assert [bar.get_facecolor()[0] > 0.6 for bar in bars] == ["SER" in run for run in runs]
     names = [label.get_text() for label in panels[0].get_yticklabels()]
-    assert names == ["MoCo-v3", "SER, λ = 0", "SER, λ = 0.1", "SER, λ = 0.5",
-                     "MoCo-v3 + rotation", "SER, λ = 0.5, + rotation"]
+    assert [RUNS.get(name, name) for name in names] == runs
     upright = [row for row in rows if "turned" not in row["measure"]]
     shown = [axes.get_title("left").split(", ")[1] for axes in imagenette.draw(upright).axes]
     assert shown == ["rotated", "flipped", "scaled", "upright"]
@@ -181,7 +179,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
 def test_the_encoders_that_are_here_are_those_of_the_rows():
     args = ser.Namespace(checkpoint=None, label=None, out="", data="any")
     for encoder, label in zip(load_several(args), args.label, strict=True):
-        name = RUNS.get(label.replace("λ = 0", "lambda "), label)
+        name = RUNS.get(label, label)
         rows = rows_of("imagenette-100-float32" if name == "SER-0.1" else "imagenette-100")
         assert {row["weights"] for row in having(rows, run=name)} == {encoder.fingerprint}
 
