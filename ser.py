@@ -90,7 +90,7 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 class Geometry(NamedTuple):
     """A transform g for each of B images, to a view, or from view 1 to view 2: a flip,
     then quarter turns, then a scaling. Choice: this order. The scaling is kept as the size
-    of the result, and not as a factor, so each map is resized once."""
+    of the result, and not as a factor, so what comes in is resized once, to this size."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # one size for all maps, after the scaling
@@ -135,8 +135,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.shape[-2:] == size:
         return x
 
-    # On a CPU, PyTorch cannot antialias half precision. Here, maps are float32 also under
-    # autocast, as `pos_embed` is. Where this is copied, they may be bfloat16. Such maps are
+    # On a CPU, PyTorch cannot antialias half precision, which other code may have. It is
     # resized in float32, and on GPUs as well, so that devices agree.
     supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
     source = x if supported else x.float()
@@ -159,21 +158,21 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     if len(g.flip) != len(x):
         raise ValueError(f"a Geometry of {len(g.flip)} images for {len(x)}")
 
-    # Each image has its own g. So every step is computed for all images, and `where` keeps the
-    # result for images whose g has the step. The steps are a flip, a half turn (two or three
-    # turns) and a quarter turn (one or three turns). All images are resized.
+    # Each image has its own flip and turns. So every step is computed for all images, and
+    # `where` keeps the result for images whose g has the step. The steps are a flip, a half turn
+    # (two or three turns) and a quarter turn (one or three turns). All images are resized.
     x = torch.where(per_image(g.flip, x), x.flip(-1), x)
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
     # before one of them is taken.
     turned = torch.rot90(x, 1, (-2, -1))
-    # A copy, so that `where` does not pass on the strides of rot90. Over other strides,
+    # A copy in the usual memory layout, which `where` would not keep. In another layout,
     # later sums of the same values would round in another way.
     turned = turned.contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
-    odd = per_image(g.turns % 2 == 1, x)
-    return torch.where(odd, resize(turned, size), resize(x, size))
+    quarter = per_image(g.turns % 2 == 1, x)
+    return torch.where(quarter, resize(turned, size), resize(x, size))
 
 
 def relative(g2: Geometry, g1: Geometry) -> Geometry:
