@@ -86,8 +86,7 @@ def arguments() -> ArgumentParser:
 
 
 def parse(argv: list[str] | None = None, parser: ArgumentParser | None = None) -> Namespace:
-    """The settings of a command line. They get `with_heads`, which says whether heads are
-    trained. Another evaluation gives a `parser` of its own."""
+    """The settings of a command line, and `with_heads`, which says whether heads are trained."""
     parser = parser or arguments()
     synthetic = not parser.parse_known_args(argv)[0].data
     if synthetic:     # small, as the images
@@ -145,8 +144,7 @@ def read_checkpoint(args: Namespace) -> Checkpoint:
 
 
 def untrained(checkpoint: Checkpoint) -> Checkpoint:
-    """The encoder at the start of the pre-training. It is a random encoder if the start is not
-    known, as for weights of paper/experiments/convert.py, or if a method began with others."""
+    """The encoder at the start of its run, or a random one if that began with other weights."""
     encoder = ser.seed_and_make_encoder(Namespace(**checkpoint.settings)).eval()
     return Checkpoint(encoder, fingerprint(encoder), 0, checkpoint.settings)
 
@@ -210,8 +208,8 @@ def probe(encoder: ser.ViT, sets: Sets, args: Namespace, log: Path) -> tuple[lis
                 "weight": head[-1].weight.cpu(), "bias": head[-1].bias.cpu(),
                 "classes": list(sets.classes), "lr": lr}
 
-    # Choice: scores are among all classes. A set with fewer classes is also scored among
-    # its own classes, as the authors of ImageNet-R do with its 200 classes.
+    # Choice: scores are among all classes. A set that lacks some is also scored among its own,
+    # as by ImageNet-R's authors.
     rows = []
     all_classes = torch.arange(len(sets.classes), device=train.y.device)
     for name, test in tests.items():
@@ -259,8 +257,7 @@ def equivariance_rows(encoder: ser.ViT, val: Dataset, pairs: Sequence[tuple]) ->
         to_map = partial(map_after, encoder, block)
         generator = ser.rng("jitter", element)
 
-        # The mean colour of a patch is enough to find most turned tokens. So retrieval is
-        # measured with jitter, too. Each call has other colours, so the two maps differ in them.
+        # Each call has other colours, so the two maps that are compared differ in them.
         def jittered_to_map(photos: Tensor) -> Tensor:
             return to_map(recolour_and_normalise(photos, generator))
 
@@ -567,9 +564,8 @@ def cosine(f1: Callable, images: Tensor, patch: int, element: str) -> float:
 
 @torch.no_grad()
 def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") -> float:
-    """The share of tokens of rho_g(f1(x)) that are found in f1(rho_g(x)). A token is found
-    if, of all tokens of 32 images there, the one at its own place in its own image is the
-    most similar to it. Chance is about 1 / (32 H W).
+    """The share of tokens of rho_g(f1(x)) whose most similar token in f1(rho_g(x)), of all
+    tokens of 32 images, is at the same place in the same image. Chance is about 1 / (32 H W).
 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
         should begin with a colour jitter, without which the mean colour of a patch is enough to
@@ -584,8 +580,7 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
 
     total = 0.0
     for part, x in enumerate(images.split(PART_SIZE)):
-        # The transforms are g2 of `cosine`, but every image turns, or flips. Without jitter,
-        # all tokens of images that `sample_geometry` leaves unmoved would be found.
+        # Every image turns, or flips, as all tokens of an unmoved image may be found.
         g = transforms_of_part(x, patch, element, part, view=2)
         if element == "rot90":
             g = g._replace(turns=1 + (torch.arange(len(x)) % 3))

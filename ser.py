@@ -28,20 +28,18 @@ Sections 1 to 6 are the method. The lines of Algorithm 1 up to the loss, and wha
     L_equiv of rho_g(f1(x1)) and f1(x2)       equiv_of_maps and patch_ntxent, of section 4
     L_inv + lambda L_equiv                    SER.forward, of section 6
 
-References such as 3.1 or A.2 are to the paper, and those such as "section 2" to this file. The
-paper's 4.1 names AdamW, the batch, the epochs, the warmup, the cosine and the range of the
-scaling, and keeps MoCo-v3's other settings. We take these from MoCo-v3's code and the ViT-S
-commands of its CONFIG.md, except where a comment says otherwise.
+References such as 3.1 or A.2 are to the paper, and those such as "section 2" to this file.
+Where 4.1 names no setting, it keeps MoCo-v3's. We take those from MoCo-v3's code and the
+ViT-S commands of its CONFIG.md, except where a comment says otherwise.
 
 Comments and docstrings have three tags:
     Choice:             the paper leaves this open
     Choice, unlike X    here we depart from X, which the paper prescribes or keeps
     Paper:              the paper prescribes this
 
-"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Its L_equiv
-has no gradient, as all tokens are detached when they are gathered (builder/moco.py, lines
-956 to 962). So the results of the paper may come from another version of the code. Still,
-many choices here follow it, as it is the only code that the authors have published.
+"The release" is the authors' code, github.com/aitrics-chris/SER at dbe5e93. Many choices
+follow it. Its L_equiv has no gradient, as all tokens are detached when they are gathered
+(builder/moco.py, lines 956 to 962), so the paper's results may come from another version.
 
 Axes:
     B        images in a tensor; a rank has B1 of b1 and B2 of b2
@@ -114,9 +112,8 @@ def sample_geometry(batch: int, grid: int = 14, elements: tuple = ELEMENTS,
     area = 0.7 + (1.3 - 0.7) * u
     aspect = 3 / 4 * (16 / 9) ** v     # columns / rows, from 3/4 to 4/3
 
-    # Paper: sides are whole numbers of tokens (3.2).
-    # Choice, unlike 4.1: as in the release, sides are rounded, so areas leave [0.7, 1.3] a
-    # little. Areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
+    # Paper: sides are whole numbers of tokens (3.2). Choice, unlike 4.1: as in the release,
+    # they are rounded, so areas of 14 x 14 tokens are scaled by 0.66 to 1.38.
     # Choice, unlike Algorithm 1: all images of a view scale alike, to stay one tensor.
     rows = round(grid * math.sqrt(area / aspect))
     columns = round(grid * math.sqrt(area * aspect))
@@ -137,8 +134,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
 
     # On a CPU, PyTorch cannot antialias half precision, which other code may have. It is
     # resized in float32, and on GPUs as well, so that devices agree.
-    supported = x.dtype in (torch.uint8, torch.float32, torch.float64)
-    source = x if supported else x.float()
+    source = x if x.dtype in (torch.uint8, torch.float64) else x.float()
 
     # Paper: one operator resizes images and maps (3.2).
     # Choice, unlike MoCo-v3: PyTorch's bilinear resize. MoCo-v3 has Pillow's.
@@ -165,11 +161,9 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
-    # before one of them is taken.
-    turned = torch.rot90(x, 1, (-2, -1))
-    # A copy in the usual memory layout, which `where` would not keep. In another layout,
-    # later sums of the same values would round in another way.
-    turned = turned.contiguous()
+    # before one of them is taken. It is copied, as `where` would pass on the strides of
+    # rot90, and over other strides, later sums of the same values round in another way.
+    turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     quarter = per_image(g.turns % 2 == 1, x)
     return torch.where(quarter, resize(turned, size), resize(x, size))
@@ -203,10 +197,9 @@ def ranks_and_rank() -> tuple[int, int]:
 def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
                          elements: tuple = ELEMENTS) -> Geometry:
     """Sample the transforms of this rank's `batch` images. `shared` has one seed on all ranks,
-    so all have one scaling, and `gather` (section 4) gets equally many tokens from each rank.
-    Each rank samples the flips and turns of all ranks, and keeps its own."""
+    so all have one scaling, and `gather` (section 4) gets equally many tokens from each."""
     ranks, rank = ranks_and_rank()
-    g = sample_geometry(ranks * batch, grid, elements, shared)
+    g = sample_geometry(ranks * batch, grid, elements, shared)     # of all ranks
     return Geometry(g.flip.chunk(ranks)[rank], g.turns.chunk(ranks)[rank], g.grid)
 
 
@@ -229,10 +222,6 @@ def sample_rank_geometry(batch: int, grid: int, shared: torch.Generator,
 #     the order of colour operations    --seed, step and view
 #     transforms                        --seed, step and view
 #     what other methods sample         --seed, step and rank
-#
-# For each image, ViewDataset seeds the global generators of Python and of PyTorch once, and
-# then samples its views. `train` seeds PyTorch's for each step and rank, for methods that
-# sample.
 
 
 def seed_of(*names: Any) -> int:
@@ -313,8 +302,8 @@ class Policy(NamedTuple):
 
 
 class Augmentation(NamedTuple):
-    """What was sampled for an image, as numbers; the defaults do nothing. For a batch, PyTorch's
-    collate function makes it one Augmentation, each of whose fields is a tensor (B,)."""
+    """What was sampled for an image, as numbers; the defaults do nothing. In a batch, each
+    field is a tensor (B,)."""
     # The crop and its flip, which b2 does not have. Baselines in paper/methods read the crop.
     top: float = 0.0           # shares of the image
     left: float = 0.0
@@ -356,8 +345,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of the square, also for b2, whose views are larger
-        # or smaller when they are blurred.
+        # Choice: sigma scales with the side of the square, also of b2, which is scaled later.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize
@@ -387,17 +375,17 @@ class ViewDataset(torch.utils.data.Dataset):
         epoch, index, in_b2 = item
         seed = seed_of(self.seed, "image", epoch, index)
         random.seed(seed)
-        # RandomResizedCrop samples from PyTorch's generator. torch.manual_seed would be
-        # slow, as it seeds the generators of all devices.
+        # For RandomResizedCrop. torch.manual_seed would be slow, as it seeds all devices.
         torch.default_generator.manual_seed(seed)
         return [sample_view(image, policy, in_b2) for policy in self.policies]
 
 
 def two_view_dataset(source: Sequence[str] | Tensor, args: Namespace) -> ViewDataset:
     """The data set of a run, with the policies of view 1 and of view 2."""
-    first = Policy(args.image_size, (args.crop_min, 1.0), P_BLUR[0], P_SOLARIZE[0])
-    second = first._replace(p_blur=P_BLUR[1], p_solarize=P_SOLARIZE[1])
-    return ViewDataset(source, [first, second], args.seed)
+    area = (args.crop_min, 1.0)
+    policies = [Policy(args.image_size, area, p_blur, p_solarize)
+                for p_blur, p_solarize in zip(P_BLUR, P_SOLARIZE)]
+    return ViewDataset(source, policies, args.seed)
 
 
 class View(NamedTuple):
@@ -457,8 +445,7 @@ def normalise(x: Tensor) -> Tensor:
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
     `aug` are (B,). The jitter is MoCo-v3's, except where a Choice says otherwise."""
-    # This is torchvision's colour jitter, with factors for each image. Factors of 1 and
-    # hue shifts of 0 leave an image as it is, bit for bit.
+    # This is torchvision's colour jitter. Factors of 1 and hue shifts of 0 change no bit.
     # Choice, unlike MoCo-v3: floats are jittered. MoCo-v3 jitters bytes.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
@@ -510,7 +497,6 @@ def gaussian_blur(x: Tensor, sigma: Tensor) -> Tensor:
     B, _, h, w = x.shape
 
     # Choice: all kernels of a call have one radius, about three times sigma's upper limit.
-    # (Sigma follows the side of the square, and scaled images of b2 have other sides.)
     radius = math.ceil(3 * BLUR_SIGMA[1] * max(h, w) / 224)
     offsets = torch.arange(-radius, radius + 1, device=x.device)
 
@@ -566,8 +552,7 @@ class Encoded(NamedTuple):
 
 class ViT(nn.Module):
     """f = f2 . f1. The first `cls_layer` blocks are f1. [CLS] enters after them, and the other
-    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT. In the main
-    setting, L_equiv acts where f1 ends, and in ablations of the paper after any block."""
+    blocks are f2. With cls_layer 0, [CLS] enters at once, as in a plain ViT."""
     def __init__(self, image_size: int = 224, patch_size: int = 16, dim: int = 384,
                  depth: int = 12, heads: int = 6, cls_layer: int = 3):
         super().__init__()
@@ -644,8 +629,7 @@ def encode_view(encoder: ViT, view: View, layers: Sequence[int] = ()) -> tuple[T
 # ==== 4. L_equiv: NT-Xent over patches (paper 3.3) ====================================
 def projector(dim: int, width: int = 512) -> nn.Sequential:
     """Tokens (B, N, dim) -> (B, N, width). Paper: 3.3, two layers with GELU, to 512."""
-    # Choice, unlike 3.3: a LayerNorm before the two layers, as in the release. Its eps is
-    # PyTorch's 1e-5, not the release's 1e-6.
+    # Choice, unlike 3.3: a LayerNorm first, as in the release, but with eps 1e-5, not 1e-6.
     # Choice: both layers have 512 features and no biases, as in the release.
     return nn.Sequential(
         nn.LayerNorm(dim),
@@ -849,8 +833,7 @@ class SER(nn.Module):
 
 
 # ==== 7. Settings: the paper's (3.3, 4.1, A.2), and what it leaves open ===============
-# Types of flags. A text that is no such number, also nan, raises ValueError. argparse then
-# ends the program with an error that names the function.
+# Types of flags. If one raises ValueError, argparse ends the program and names the type.
 def nonnegative(text: str) -> float:
     """A number from 0 on."""
     if not 0 <= float(text) < math.inf:
@@ -1146,7 +1129,7 @@ def train(args: Namespace, build: Callable = build, make_dataset: Callable = two
         bar.update(args.batch_size)
 
         # Log and save. A logged loss that is not finite ends the run, before weights are saved.
-        # The encoder is also saved apart, so that evaluations need not know the method.
+        # The encoder is also saved apart, as evaluations do not know the method.
         done = step + 1
         save_now = done == steps or done % (args.save_every or steps_per_epoch) == 0
         if save_now or step == start or done % args.log_every == 0:
