@@ -38,7 +38,7 @@ def test_a_gather_with_gradient_would_bring_it_back(capsys, monkeypatch):
     found = table(capsys)
     zero, large, *verdict = found["release", "encoder"]
     assert zero == large and verdict[0] == "equal"
-    assert float(zero) == pytest.approx(33.517, rel=0.01)     # as README says
+    assert float(zero) == pytest.approx(33.517, rel=0.01)     # as paper/README says
     assert found["release", "projector"][:2] == ["none", "none"]
 
     from builder import moco
