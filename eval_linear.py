@@ -568,8 +568,8 @@ def retrieval(f1: Callable, images: Tensor, patch: int, element: str = "rot90") 
     tokens of 32 images, is at the same place in the same image. Chance is about 1 / (32 H W).
 
     f1: takes images (B, 3, h, w) to maps (B, D, h / patch, w / patch), in eval mode. It
-        should begin with a colour jitter, without which the mean colour of a patch is enough to
-        find almost every turned token.
+        should begin with a colour jitter. Without one, an f1 of mean colours would find almost
+        every turned token.
     images: (n, 3, S, S), as f1 takes them. n should be a multiple of 32, as a token is found
         more easily among fewer images.
     element: what moves images, "rot90", "hflip" or "scale". All 32 images get one scaling.

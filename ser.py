@@ -87,8 +87,8 @@ ELEMENTS = ("rot90", "hflip", "scale")     # the kinds of transforms in the grou
 
 class Geometry(NamedTuple):
     """A transform g for each of B images, to a view, or from view 1 to view 2: a flip,
-    then quarter turns, then a scaling. Choice: this order. The scaling is kept as the size
-    of the result, and not as a factor, so what comes in is resized once, to this size."""
+    then quarter turns, then a scaling. Choice: this order. The size of the result is kept,
+    and not a factor (see `relative`)."""
     flip: Tensor             # (B,) bool, horizontal flip
     turns: Tensor            # (B,) int64, counter-clockwise quarter turns, modulo 4
     grid: tuple[int, int]    # one size for all maps, after the scaling
@@ -136,7 +136,7 @@ def resize(x: Tensor, size: tuple[int, int]) -> Tensor:
     # resized in float32, and on GPUs as well, so that devices agree.
     source = x if x.dtype in (torch.uint8, torch.float64) else x.float()
 
-    # Paper: one operator resizes images and maps (3.2).
+    # Paper: one operator resizes images and maps (3.1, 3.2).
     # Choice, unlike MoCo-v3: PyTorch's bilinear resize. MoCo-v3 has Pillow's.
     resized = F.interpolate(source, size, mode="bilinear", antialias=True)
     return resized.to(x.dtype)
@@ -161,8 +161,8 @@ def rho(g: Geometry, x: Tensor, cell: int = 1) -> Tensor:
     x = torch.where(per_image(g.turns % 4 >= 2, x), x.flip((-2, -1)), x)
 
     # The quarter turn exchanges rows and columns, so a map and its turn are both resized
-    # before one of them is taken. It is copied, as `where` would pass on the strides of
-    # rot90, and over other strides, later sums of the same values round in another way.
+    # before one of them is taken. The turn is copied into the usual memory layout. Over
+    # that of rot90, later sums of the same values would round in another way.
     turned = torch.rot90(x, 1, (-2, -1)).contiguous()
     size = (g.grid[0] * cell, g.grid[1] * cell)
     quarter = per_image(g.turns % 2 == 1, x)
@@ -445,7 +445,8 @@ def normalise(x: Tensor) -> Tensor:
 def jitter_and_normalise(x: Tensor, aug: Augmentation, order: Tensor) -> Tensor:
     """The photometric jitter of images (B, 3, h, w) in [0, 1], then `normalise`. Fields of
     `aug` are (B,). The jitter is MoCo-v3's, except where a Choice says otherwise."""
-    # This is torchvision's colour jitter. Factors of 1 and hue shifts of 0 change no bit.
+    # This is torchvision's colour jitter, but each image has factors of its own. Factors of 1
+    # and hue shifts of 0 leave values in [0, 1] as they are, bit for bit.
     # Choice, unlike MoCo-v3: floats are jittered. MoCo-v3 jitters bytes.
     for operation in order.tolist():
         if operation == 0:       # brightness: towards black, or away from it
@@ -1244,7 +1245,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--cls-layer {args.cls_layer}: should be 0 or more, and below --depth")
     if max(args.equiv_layers, default=0) > args.depth:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
-    if batch <= least_b2:
+    if batch <= least_b2:     # b1 needs one more. Without b2, BatchNorm needs as many
         sys.exit(f"--batch-size {batch}: should be above {least_b2}")
     if batch > n_images or batch % ranks > 0:
         largest = min(batch, n_images) // ranks * ranks
