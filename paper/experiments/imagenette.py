@@ -28,7 +28,8 @@ RUNS = [
     Run("MoCo-v3", sweep.PLAIN), Run("turned", sweep.PLAIN, script="-m paper.methods.turned"),
     Run("turned-control", "--weight 0", script="-m paper.methods.turned"),
     Run("turned-SER", "--weight 0.5", script="-m paper.methods.turned"),
-    Run("control", "--weight 0"), Run("SER-0.1", "--weight 0.1"), Run("SER", "--weight 0.5")]
+    Run("control", "--weight 0"),
+    Run("SER-0.1", "--weight 0.1"), Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
 TITLES = {"turned": "MoCo-v3 + rotation", "turned-control": "control + rotation",
           "turned-SER": "SER + rotation", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}

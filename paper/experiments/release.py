@@ -3,11 +3,10 @@
     git clone https://github.com/aitrics-chris/SER release && git -C release checkout dbe5e93
     python -m paper.experiments.release --release release
 
-The model is MoCo-v3 + SER with a ViT-S, untrained. The release's own classes compute its loss, in
-one process with gloo, with the settings of run_pretrain.sh but for lambda, on eight synthetic
-images, half of them b2. The mode is `erl_inv`, as the release refuses `erl` of
-run_pretrain.sh. In these classes, `device=rank` and `.cuda()` become the CPU, in fp32.
-kornia is an empty stand-in, so no image is jittered. There is no DDP.
+The model is an untrained MoCo-v3 + SER with a ViT-S. The release's own classes compute its loss, in
+one process with gloo and without DDP, on eight synthetic images, half of them b2. Settings are
+those of run_pretrain.sh but for lambda, and for the mode `erl_inv`, as the release refuses its
+`erl`. `device=rank` and `.cuda()` become the CPU, in fp32. An empty kornia jitters no image.
 """
 import sys
 from argparse import ArgumentParser, Namespace
