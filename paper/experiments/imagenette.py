@@ -31,8 +31,9 @@ RUNS = [
     Run("control", "--weight 0"),
     Run("SER-0.1", "--weight 0.1"), Run("SER", "--weight 0.5")]
 NAMES = [run.name for run in RUNS]
-TITLES = {"turned": "MoCo-v3 + rotation", "turned-control": "control + rotation",
-          "turned-SER": "SER + rotation", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
+TITLES = {
+    "turned": "MoCo-v3 + rotation", "turned-control": "control + rotation",
+    "turned-SER": "SER + rotation", "SER-0.1": "SER, λ = 0.1", "SER": "SER, λ = 0.5"}
 # Heads of three seeds, as linear accuracy scatters with the seed of the head.
 HEADS = ["--cache --equivariance", "--cache --seed 1", "--cache --seed 2"]
 
