@@ -126,11 +126,19 @@ def test_readmes_first_run_on_photographs_has_the_layout_and_values_of_our_rows(
 
 
 def test_readme_repeats_tables_of_the_index():
-    hundred = readme_table("paper/README.md", "| 100 epochs |")
+    sizes = ["| 100 epochs |", "| in float", "| 10 epochs |", "| ViT-S/16", "| 200", "| ten ep"]
+    hundred, *others = [readme_table("paper/README.md", size) for size in sizes]
     lines = [hundred[f"retrieval with jitter %, {kind}, block 6"] for kind in ("rot90", "hflip")]
     lines += [hundred["linear, top-1 %"], hundred["linear, rotated images, top-1 %"]]
     for run, row in readme_table("README.md", "| % | rotated patches").items():
         assert [*row.values()] == [line[run] for line in lines], run
+
+    text = (FOLDER / "../../README.md").read_text()
+    linear = [table["linear, top-1 %"] for table in (hundred, *others)]
+    for runs in (["SER, λ = 0.5", "SER"], ["SER, λ = 0.1", "lambda-0.1"]):
+        behind = [numbers(row["MoCo-v3"])[0] - numbers(row[run])[0]
+                  for row in linear for run in runs if run in row]
+        assert f"{runs[0][5:]} is {round(min(behind))} to {round(max(behind))} points behind" in text
 
     for title, cells in readme_table("README.md", "| pasted").items():
         assert {*cells.values()} < {*readme_table("paper/README.md", "| pasted")[title].values()}
@@ -155,8 +163,7 @@ def test_the_figure_has_what_is_printed(tmp_path, capsys):
         assert [bar.get_width() for bar in bars] == pytest.approx(wanted, abs=0.06)
         assert [bar.get_alpha() for bar in bars] == len(runs) * [1, 0.5][:len(of_panel)]
     assert [bar.get_facecolor()[0] > 0.6 for bar in bars] == ["SER" in run for run in runs]
-    names = [label.get_text() for label in panels[0].get_yticklabels()]
-    assert [RUNS.get(name, name) for name in names] == runs
+    assert [RUNS.get(y.get_text(), y.get_text()) for y in panels[0].get_yticklabels()] == runs
     upright = [row for row in rows if "turned" not in row["measure"]]
     shown = [axes.get_title("left").split(", ")[1] for axes in imagenette.draw(upright).axes]
     assert shown == ["rotated", "flipped", "scaled", "upright"]

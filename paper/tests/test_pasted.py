@@ -159,8 +159,7 @@ def test_the_copied_loss_trains_a_vit_of_timm(capsys):
     loader = [(([torch.zeros(1)], images), "labels")]
     own = torch.nn.Linear(1, 1)
     own.forward = lambda vit, views: own.weight.sum() + own.bias.sum()
-    names = paste("import torch\\n", loader=loader, your_views=lambda image: "views",
-                  your_loss=own)
+    names = paste("import torch\\n", loader=loader, your_views=lambda image: "views", your_loss=own)
     names |= paste("import timm", **names)
     names["copies"] = Mock(wraps=names["copies"])
     unused = names["vit"].norm.weight     # by these losses
