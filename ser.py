@@ -1245,7 +1245,7 @@ def check_settings(args: Namespace, n_images: int, ranks: int) -> None:
         sys.exit(f"--cls-layer {args.cls_layer}: should be 0 or more, and below --depth")
     if max(args.equiv_layers, default=0) > args.depth:
         sys.exit(f"--equiv-layers {args.equiv_layers}: should be at most --depth")
-    if batch <= least_b2:     # b1 needs one more. Without b2, BatchNorm needs as many
+    if batch <= least_b2:     # it would leave no image for b1; refused without b2, too
         sys.exit(f"--batch-size {batch}: should be above {least_b2}")
     if batch > n_images or batch % ranks > 0:
         largest = min(batch, n_images) // ranks * ranks

@@ -136,9 +136,9 @@ def test_readme_repeats_tables_of_the_index():
     text = (FOLDER / "../../README.md").read_text()
     linear = [table["linear, top-1 %"] for table in (hundred, *others)]
     for runs in (["SER, λ = 0.5", "SER"], ["SER, λ = 0.1", "lambda-0.1"]):
-        behind = [numbers(row["MoCo-v3"])[0] - numbers(row[run])[0]
-                  for row in linear for run in runs if run in row]
-        assert f"{runs[0][5:]} is {round(min(behind))} to {round(max(behind))} points behind" in text
+        gaps = [numbers(row["MoCo-v3"])[0] - numbers(row[run])[0]
+                for row in linear for run in runs if run in row]
+        assert f"{runs[0][5:]} is {round(min(gaps))} to {round(max(gaps))} points behind" in text
 
     for title, cells in readme_table("README.md", "| pasted").items():
         assert {*cells.values()} < {*readme_table("paper/README.md", "| pasted")[title].values()}
