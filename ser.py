@@ -345,7 +345,7 @@ def sample_view(image: Tensor, policy: Policy, in_b2: bool) -> tuple[Tensor, Aug
             saturation=random.uniform(1 - SATURATION, 1 + SATURATION),
             hue=random.uniform(-HUE, HUE))
     if random.random() < policy.p_blur:
-        # Choice: sigma scales with the side of the square, also of b2, which is scaled later.
+        # Choice: sigma scales with the side of the square. Views of b2 keep it at any scaling.
         aug = aug._replace(blur=random.uniform(*BLUR_SIGMA) * policy.size / 224)
     gray = random.random() < P_GRAY
     solarize = random.random() < policy.p_solarize

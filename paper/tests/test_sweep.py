@@ -81,8 +81,7 @@ def test_a_sweep_trains_evaluates_and_continues(tmp_path, monkeypatch, capsys):
 
 @parametrize("script, flags, told", [
     (sweep, "--list lambda --weight 0.3", "--weight: the run lambda-0"),
-    (sweep, "--list group --seed=1", "--seed"),
-    (sweep, "--list layers --depth 6", "--cls-layer 6"),
+    (sweep, "--list group --seed=1", "--seed"), (sweep, "--list layers --depth 6", "--cls-layer 6"),
     (sweep, "--list lambda --batch-size 256 --launcher x--nproc_per_node=8", "--ratio"),
     (sweep, "--list lambda --batch-size 256 --launcher 'x --nproc-per-node 8'", "--ratio"),
     (imagenette, "--see 2", "--see: the run MoCo-v3"),
